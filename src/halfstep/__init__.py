@@ -1,0 +1,50 @@
+"""halfstep: half-precision forward and backward, a full-precision step, and a plain answer to "what broke?"."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from halfstep.emulation import emulate as emulate
+    from halfstep.errors import HalfstepError as HalfstepError
+    from halfstep.formats import FloatFormat as FloatFormat
+    from halfstep.hardware import choose_dtype as choose_dtype
+    from halfstep.hardware import probe as probe
+    from halfstep.policy import Policy as Policy
+    from halfstep.scaling.grad_scaler import GradScaler as GradScaler
+    from halfstep.scaling.scale import AdaptiveScale as AdaptiveScale
+    from halfstep.scaling.scale import DynamicScale as DynamicScale
+    from halfstep.scaling.scale import NoScale as NoScale
+    from halfstep.scaling.scale import StaticScale as StaticScale
+
+# Public name -> module that defines it. Loaded on first use, so that `import halfstep` costs next to nothing.
+_PUBLIC = {
+    "AdaptiveScale": "halfstep.scaling.scale",
+    "DynamicScale": "halfstep.scaling.scale",
+    "FloatFormat": "halfstep.formats",
+    "GradScaler": "halfstep.scaling.grad_scaler",
+    "HalfstepError": "halfstep.errors",
+    "NoScale": "halfstep.scaling.scale",
+    "Policy": "halfstep.policy",
+    "StaticScale": "halfstep.scaling.scale",
+    "choose_dtype": "halfstep.hardware",
+    "emulate": "halfstep.emulation",
+    "probe": "halfstep.hardware",
+}
+
+__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The only arithmetic over parameters and gradients."""

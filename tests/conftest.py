@@ -1,0 +1,11 @@
+"""Shared set-up: one thread (two stall when both cores are busy) and a fixed seed."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
