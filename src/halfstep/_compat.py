@@ -1,0 +1,68 @@
+"""torch-private names and version differences: here, and nowhere else.
+
+Each entry says what it is for and when it can go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The stages of an optimizer between two update() calls; private in torch, yet read by Accelerate, Composer and Apex.
+from torch.amp.grad_scaler import OptState as OptState
+from torch.amp.grad_scaler import _refresh_per_optimizer_state as refresh_per_optimizer_state
+
+__all__ = [
+    "HostCopy",
+    "OptState",
+    "has_float64",
+    "is_dense",
+    "local_part",
+    "refresh_per_optimizer_state",
+    "update_scale_",
+]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, or the tensor itself.
+
+    Asked by name, because importing torch.distributed.tensor costs more than the rest of halfstep.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device can hold fp64 tensors (Apple's cannot)."""
+    return device.type != "mps"
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+class HostCopy:
+    """A few device numbers on their way to the host; :meth:`read` waits for them alone, not for later work."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if numbers.device.type == "cpu" or not torch.accelerator.is_available():
+            self._numbers = numbers
+            return
+        # Only a copy into pinned memory runs without holding up the host.
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._event = torch.Event(numbers.device)
+        self._event.record()
+
+    def read(self) -> list[float]:
+        """The numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(number) for number in self._numbers.tolist()]
+
+
+def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, factors: tuple[float, float, int]) -> None:
+    """Grow, back off or count, in one kernel on the scale's device (what torch.amp.GradScaler.update calls)."""
+    torch._amp_update_scale_(scale, tracker, found_inf, *factors)

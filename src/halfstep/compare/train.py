@@ -1,0 +1,264 @@
+"""One run: one task, one regime, one seed.
+
+Purpose: the loop that a user would write around ``halfstep.GradScaler``, with its eyes open. Method: fp32 weights, autocast
+around the forward pass, scaled backward, ``step`` and ``update``; the model's first weights and the order of the batches depend
+on the seed alone, so that runs of two regimes form a pair. Where the CPU has no native arithmetic for the format, forward and
+backward run inside ``halfstep.emulate``. Nothing is recorded within a step but its loss, its scale and whether it was applied.
+
+Not here: time per step (timing.py), verdicts (verdict.py).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.compare.measure import (
+    Footprint,
+    GradientStats,
+    SavedBytes,
+    footprint,
+    gradient_stats,
+    saved_bytes,
+)
+from halfstep.compare.regimes import Regime
+from halfstep.compare.tasks import Data, Task
+from halfstep.emulation import emulate, needs_emulation
+from halfstep.errors import HalfstepWarning
+from halfstep.scaling.grad_scaler import GradScaler
+
+NUM_CURVE_POINTS = 50  # enough for a smooth curve; an evaluation costs about as much as a step
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Errors on the test data after a number of steps."""
+
+    step: int
+    loss: float
+    metric: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run did; plain values, so that it travels between processes and into JSON.
+
+    Args:
+        task: its name.
+        regime: its name.
+        seed: of first weights and batch order.
+        curve: test errors from before the first step to after the last.
+        scales: the scale that each step was taken with.
+        skipped: numbers of the steps that were skipped, from 0.
+        start: gradients of the first step, all layers, before unscaling.
+        start_first_layer: the same of the first parameter tensor.
+        end: gradients of the last step, all layers.
+        footprint: bytes held.
+        moved_share: share of the weight elements that differ from their first value, bit for bit.
+        is_finite: whether every weight is finite at the end.
+        final_scale: scale after the last update.
+        is_emulated: whether forward and backward ran in emulated arithmetic.
+        duration_s: wall time of the run, measuring included; busy cores show in it.
+    """
+
+    task: str
+    regime: str
+    seed: int
+    curve: tuple[CurvePoint, ...]
+    scales: tuple[float, ...]
+    skipped: tuple[int, ...]
+    start: GradientStats
+    start_first_layer: GradientStats
+    end: GradientStats
+    footprint: Footprint
+    moved_share: float
+    is_finite: bool
+    final_scale: float
+    is_emulated: bool
+    duration_s: float
+
+    @property
+    def final_loss(self) -> float:
+        """Test loss after the last step."""
+        return self.curve[-1].loss
+
+    @property
+    def metric(self) -> float:
+        """The task's test error after the last step; lower is better."""
+        return self.curve[-1].metric
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a regime's forward and backward pass run on a device."""
+
+    regime: Regime
+    device: torch.device
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether this CPU must emulate the regime's format."""
+        dtype = self.regime.autocast_dtype
+        return dtype is not None and self.device.type == "cpu" and needs_emulation(dtype)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """Surrounds forward and backward."""
+        return emulate(self.regime.format.name) if self.is_emulated else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Surrounds forward alone."""
+        dtype = self.regime.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+@dataclass
+class Trainer:
+    """Model, optimizer and scaler of one run, and one step of it."""
+
+    task: Task
+    regime: Regime
+    seed: int
+    device: torch.device
+    data: Data = field(init=False)
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    scaler: GradScaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The first weights are drawn on the CPU: a seed means the same weights on every device.
+        torch.manual_seed(self.seed)
+        self.model = self.task.build_model().to(self.device)
+        self.data = self.task.build_data().to(self.device)
+        self.optimizer = self.task.build_optimizer(self.model.parameters())
+        self.scaler = GradScaler(self.device.type, scale=self.regime.build_scale(), model=self.model)
+        self.precision = Precision(self.regime, self.device)
+
+    def batches(self, num_epochs: int) -> Iterator[Tensor]:
+        """Indices of each batch, reshuffled at each epoch, in an order that depends on the seed alone."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(num_epochs):
+            order = torch.randperm(len(self.data.train_x), generator=generator)
+            yield from order.to(self.device).split(self.task.batch_size)
+
+    def backward(self, batch: Tensor) -> None:
+        """Forward and backward; leaves scaled gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision.arithmetic():
+            with self.precision.autocast():
+                loss = self.task.loss(self.model(self.data.train_x[batch]), self.data.train_y[batch])
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> bool:
+        """Unscale, step, update the scale; returns whether the step was applied."""
+        self.scaler.step(self.optimizer)
+        applied = self.scaler.was_step_applied(self.optimizer)
+        self.scaler.update()
+        return applied
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> CurvePoint:
+        """Errors on the test data, in the regime's own arithmetic."""
+        self.model.eval()
+        with self.precision.arithmetic(), self.precision.autocast():
+            output = self.model(self.data.test_x)
+            loss = float(self.task.loss(output, self.data.test_y))
+        self.model.train()
+        return CurvePoint(step, loss, self.task.metric(self.model, output, self.data))
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients as they are, in the order of the parameters."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+@dataclass
+class _Notes:
+    """What a run writes down on its way."""
+
+    curve: list[CurvePoint] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    stats: list[GradientStats] = field(default_factory=list)  # first step, its first layer, last step
+    saved: SavedBytes = field(default_factory=SavedBytes)
+
+
+def train(task: Task, regime: Regime, seed: int, *, num_epochs: int, device: torch.device | str = "cpu") -> Run:
+    """Train once and report.
+
+    Args:
+        task: what is learned.
+        regime: in which precision.
+        seed: of first weights and batch order.
+        num_epochs: passes over the training data; at least 1.
+        device: where to train.
+
+    Returns:
+        The run. Skipped steps are counted there and not warned about.
+
+    Example:
+        >>> from halfstep.compare.regimes import REGIMES
+        >>> from halfstep.compare.tasks import TASKS
+        >>> run = train(TASKS["linear-small-units"], REGIMES["fp16-unscaled"], seed=0, num_epochs=1)
+        >>> run.start.zero_share, run.moved_share
+        (1.0, 0.0)
+    """
+    started = time.perf_counter()
+    trainer = Trainer(task, regime, seed, torch.device(device))
+    first_weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    notes = _Notes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HalfstepWarning)
+        _loop(trainer, notes, num_epochs)
+    weights = [parameter.detach() for parameter in trainer.model.parameters()]
+    return Run(
+        task=task.name,
+        regime=regime.name,
+        seed=seed,
+        curve=tuple(notes.curve),
+        scales=tuple(notes.scales),
+        skipped=tuple(notes.skipped),
+        start=notes.stats[0],
+        start_first_layer=notes.stats[1],
+        end=notes.stats[2],
+        footprint=footprint(trainer.model, trainer.optimizer, notes.saved),
+        moved_share=_moved_share(first_weights, weights),
+        is_finite=all(bool(weight.isfinite().all()) for weight in weights),
+        final_scale=trainer.scaler.get_scale(),
+        is_emulated=trainer.precision.is_emulated,
+        duration_s=time.perf_counter() - started,
+    )
+
+
+def _loop(trainer: Trainer, notes: _Notes, num_epochs: int) -> None:
+    batches = list(trainer.batches(num_epochs))
+    every = max(len(batches) // NUM_CURVE_POINTS, 1)
+    for step, batch in enumerate(batches):
+        if step % every == 0:
+            notes.curve.append(trainer.evaluate(step))
+        notes.scales.append(trainer.scaler.get_scale())
+        if step == 0:
+            _first_backward(trainer, batch, notes)
+        else:
+            trainer.backward(batch)
+        if step == len(batches) - 1:
+            notes.stats.append(gradient_stats(trainer.gradients()))
+        if not trainer.step():
+            notes.skipped.append(step)
+    notes.curve.append(trainer.evaluate(len(batches)))
+
+
+def _first_backward(trainer: Trainer, batch: Tensor, notes: _Notes) -> None:
+    with saved_bytes(trainer.model) as notes.saved:
+        trainer.backward(batch)
+    gradients = trainer.gradients()
+    notes.stats += [gradient_stats(gradients), gradient_stats(gradients[:1])]
+
+
+def _moved_share(before: list[Tensor], after: list[Tensor]) -> float:
+    num_moved = sum(int((old != new).sum()) for old, new in zip(before, after, strict=True))
+    return num_moved / sum(tensor.numel() for tensor in after)

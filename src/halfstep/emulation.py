@@ -1,0 +1,450 @@
+"""Run the products of fp16 or bf16 on a CPU that has no arithmetic for them.
+
+A Tensor Core multiplies 16-bit numbers, adds the products up in fp32 and rounds the sum once, to 16 bits. On a CPU
+without such instructions torch does the same element by element, some thirty times slower than fp32. ``emulate``
+gets the same result at about the speed of fp32: under it every matrix product, convolution and attention whose tensors
+have the format's dtype reads them as fp32 (exact), runs torch's fp32 kernel, and rounds the result once. Sums may pass
+the format's largest value on the way and come back; only a result that ends beyond it becomes inf.
+
+It is a ``TorchDispatchMode``: it sits below autograd and autocast, so it sees forward and backward, casts that
+``torch.autocast`` has made, double backward and recomputation alike. It looks at each operation once, by name:
+
+    products      mm bmm addmm addmv addbmm baddbmm addr mv dot vdot and what is built of them (linear, matmul, einsum,
+                  tensordot, bilinear, RNN cells, GRU), with their in-place and ``out=`` forms; grouped_mm
+    convolutions  1d, 2d, 3d, transposed, conv_tbc; forward and backward
+    attention     torch's CPU flash attention, forward and backward, with the roundings of a GPU flash kernel: scores,
+                  softmax and the running sums stay fp32; the probabilities, and in the backward pass the gradients of
+                  the scores, are rounded to 16 bits because the next product reads them; outputs are rounded once
+    refused       the fused inference kernels of TransformerEncoderLayer and MultiheadAttention, and oneDNN's fused LSTM
+
+Everything else runs as it is: element-wise operations, softmax and normalisation are rounded to 16 bits by torch
+itself. Tensors of another dtype, of mixed dtypes, sparse, quantized or on another device go straight to torch and meet
+torch's own errors.
+
+Not the same as a GPU: the order of the fp32 additions (two GPUs differ in it as well); cuDNN adds a convolution's bias
+in a second rounding, here there is one; a GPU's flash kernel subtracts the running maximum of its tile before it
+rounds the probabilities, here the maximum of the row. Time measured under emulation says nothing about any GPU.
+
+Sources: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.3, which trained in this way on
+cards without Tensor Cores; Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep._compat import is_composite
+from halfstep.errors import ArgumentError, UnsupportedError
+from halfstep.formats import BF16, FP16, FloatFormat, format_of
+
+aten = torch.ops.aten
+
+# An operation of torch, overload and all, such as torch.ops.aten.mm.default.
+_Op: TypeAlias = Any
+# How an operation is emulated. NotImplemented: these tensors are not ours, let torch have them.
+_Rule: TypeAlias = "Callable[[Emulation, _Op, tuple[Any, ...], dict[str, Any]], Any]"
+
+# Scores that attention holds at once: 2**22 fp32 numbers are 16 MiB.
+_MAX_SCORES = 2**22
+_MIN_QUERY_ROWS = 64
+
+
+def emulate(format: str | torch.dtype | FloatFormat = "fp16") -> Emulation:
+    """Run products of a 16-bit format as fp32 products that are rounded once, as a Tensor Core does.
+
+    Use it around forward *and* backward. A backward outside it computes the same quantities with torch's own CPU
+    kernels: slow, and rounded where those round.
+
+    Args:
+        format: ``"fp16"`` or ``"bf16"``, by name, dtype or as a FloatFormat.
+
+    Returns:
+        A context manager that is also a decorator. It can be entered again, and nested, also for both formats at once.
+
+    Raises:
+        ArgumentError: another format.
+        UnsupportedError: inside the context, when an operation on tensors of the format fuses several products into
+            one kernel, whose roundings cannot be emulated from outside.
+
+    Example:
+        >>> import torch
+        >>> row, column = torch.full((1, 2), 300.0).half(), torch.tensor([[300.0], [-300.0]]).half()
+        >>> with emulate("fp16"):
+        ...     print(row @ column, row @ column.abs())   # 90000 - 90000, and 90000 + 90000
+        tensor([[0.]], dtype=torch.float16) tensor([[inf]], dtype=torch.float16)
+
+        With autocast, the usual way to train::
+
+            with halfstep.emulate("fp16"):
+                with torch.autocast("cpu", torch.float16):
+                    loss = loss_of(model(x), y)
+                scaler.scale(loss).backward()
+    """
+    fmt = format_of(format)
+    if fmt not in (FP16, BF16):
+        raise ArgumentError(
+            asked=f"emulate({fmt.name!r})",
+            true="emulation computes products of fp16 or bf16 tensors in fp32 and rounds them once",
+            why=f"torch has no products of {fmt.name} tensors on a CPU that could be replaced so",
+            fix='pass "fp16" or "bf16"; to round values to any format use halfstep.formats.round_to',
+        )
+    return Emulation(fmt)
+
+
+class Emulation(TorchDispatchMode, contextlib.ContextDecorator):
+    """What ``emulate`` returns: a dispatch mode that replaces the products of one format.
+
+    Args:
+        format: FP16 or BF16.
+
+    Example:
+        >>> Emulation(FP16).format.name
+        'fp16'
+    """
+
+    def __init__(self, format: FloatFormat) -> None:
+        super().__init__()
+        assert format in (FP16, BF16), format
+        self.format = format
+        self.dtype = torch.float16 if format == FP16 else torch.bfloat16
+        # Tensor.half() takes half the time of Tensor.to(torch.float16) on small tensors: parsing the arguments of `to`
+        # costs more than the cast.
+        self.round: Callable[[Tensor], Tensor] = Tensor.half if format == FP16 else Tensor.bfloat16
+
+    def __torch_dispatch__(
+        self, func: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every operation inside the context, below autograd and autocast."""
+        rule = _RULES[func]
+        if rule is not None:
+            result = rule(self, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def covers(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the floating tensors among these are dense CPU tensors of the format, all of them, and at least one.
+
+        Args:
+            tensors: the tensors of one operation.
+
+        Returns:
+            False also where there is no floating tensor at all.
+        """
+        found = False
+        for tensor in tensors:
+            if tensor.dtype is self.dtype:
+                if not _is_dense_cpu(tensor):
+                    return False
+                found = True
+            elif tensor.is_floating_point() or tensor.is_complex():
+                return False
+        return found
+
+
+def _is_dense_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors of a call, those in lists included."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _widen(value: Any, dtype: torch.dtype) -> Any:
+    """The fp32 copy of a tensor of this dtype, also in lists; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype is dtype else value
+    if isinstance(value, (list, tuple)):
+        return [_widen(item, dtype) for item in value]
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules: products and convolutions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _product(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums of products: fp32 in, torch's fp32 kernel, one rounding out."""
+    if not mode.covers(_tensors_in(args, kwargs)):
+        return NotImplemented
+    wide = {name: _widen(value, mode.dtype) for name, value in kwargs.items()}
+    result = op(*[_widen(value, mode.dtype) for value in args], **wide)
+    if isinstance(result, Tensor):
+        return mode.round(result)
+    # convolution_backward leaves out the gradients that nobody asked for; _foreach_mm returns a list.
+    return type(result)(None if part is None else mode.round(part) for part in result)
+
+
+def _in_place(functional: _Op) -> _Rule:
+    """``x.addmm_(a, b)``: x takes part in fp32 and is written once."""
+
+    def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = _product(mode, functional, args, kwargs)
+        if result is NotImplemented or result.shape != args[0].shape:
+            return NotImplemented  # x cannot grow: torch says so
+        return args[0].copy_(result)
+
+    return rule
+
+
+def _into_out(functional: _Op) -> _Rule:
+    """``torch.mm(a, b, out=c)``: like any ``out=`` of torch, c is resized where it must be."""
+
+    def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not mode.covers(_tensors_in(args, kwargs)):
+            return NotImplemented
+        inputs = {name: value for name, value in kwargs.items() if name != "out"}
+        return aten.clone.out(_product(mode, functional, args, inputs), out=kwargs["out"])
+
+    return rule
+
+
+def _grouped_mm(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One product per group of rows, as mixtures of experts use it; its out_dtype can only name the tensors' own."""
+    inputs = dict(zip(("offs", "bias", "out_dtype"), args[2:], strict=False)) | kwargs
+    if inputs.pop("out_dtype", None) not in (None, mode.dtype):
+        return NotImplemented
+    return _product(mode, op, args[:2], inputs)
+
+
+def _by_its_parts(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that torch builds from others, such as linear: emulate those.
+
+    Autograd takes such operations apart before they get here, except where it is not asked: in inference mode.
+    """
+    if not all(_is_dense_cpu(tensor) for tensor in _tensors_in(args, kwargs)):
+        return NotImplemented
+    with mode:
+        return op.decompose(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules: attention
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _flash_forward(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    attention = _Attention(*args, **kwargs)
+    return attention.forward(mode.round) if attention.is_covered(mode) else NotImplemented
+
+
+def _flash_backward(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_out, query, key, value, out, logsumexp, *options = args
+    attention = _Attention(query, key, value, *options, **kwargs)
+    if not (attention.is_covered(mode) and mode.covers((grad_out, out))):
+        return NotImplemented
+    return attention.backward(grad_out, out, logsumexp, mode.round)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One call of torch's CPU flash attention: its arguments as in the schema, and the arithmetic of a flash kernel.
+
+    The kernel's tile spans all keys. Queries are taken in blocks of rows, so that the scores are never all in memory.
+    """
+
+    query: Tensor  # [batch, heads, queries, width]
+    key: Tensor  # [batch, key heads, keys, width]; each key head serves a group of query heads
+    value: Tensor  # as key
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    attn_mask: Tensor | None = None  # added to the scores; broadcasts to [batch, heads, queries, keys]
+    scale: float | None = None
+
+    def is_covered(self, mode: Emulation) -> bool:
+        """False where the tensors are not ours, and where torch refuses the arguments and should say so itself."""
+        inputs = (self.query, self.key, self.value)
+        if not mode.covers(inputs) or any(tensor.dim() != 4 for tensor in inputs):
+            return False
+        mask = self.attn_mask
+        if mask is not None and (mask.dtype not in (mode.dtype, torch.float32) or mask.dim() not in (2, 4)):
+            return False
+        return self.dropout_p == 0.0 and self.query.shape[-1] == self.key.shape[-1] == self.value.shape[-1]
+
+    def forward(self, round: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The output, and in fp32 the logarithm of the softmax's denominators [batch, heads, queries]."""
+        query, key, value = self._wide_inputs()
+        out = torch.empty_like(self.query)
+        logsumexp = query[..., 0].transpose(1, 2).contiguous().transpose(1, 2)  # torch's layout, to be overwritten
+        for rows in self._row_blocks():
+            scores = self._scores(query, key, rows)
+            largest = _row_max(scores)
+            weights = scores.sub_(largest).exp_()  # at most 1
+            total = weights.sum(-1, keepdim=True)
+            total.masked_fill_(total == 0, 1.0)  # a row that may look at no key gives zeros, as in torch's kernel
+            out[:, :, rows] = (round(weights).float() @ value).div_(total)  # the one rounding of the output
+            logsumexp[:, :, rows] = largest.add(total.log()).squeeze(-1)
+        return out, logsumexp
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, logsumexp: Tensor, round: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value: summed in fp32, rounded once."""
+        query, key, value = self._wide_inputs()
+        grad_out = grad_out.float()
+        row_sums = (grad_out * out.float()).sum(-1, keepdim=True)
+        grad_query, grad_key, grad_value = (_zeros_by_length(tensor) for tensor in (query, key, value))
+        for rows in self._row_blocks():
+            weights = self._scores(query, key, rows).sub_(logsumexp[:, :, rows, None]).exp_()
+            grad_value += round(weights).float().mT @ grad_out[:, :, rows]
+            grad_scores = (grad_out[:, :, rows] @ value.mT).sub_(row_sums[:, :, rows]).mul_(weights)
+            grad_scores = round(grad_scores).float()
+            grad_query[:, :, rows] = grad_scores @ key
+            grad_key += grad_scores.mT @ query[:, :, rows]
+        grad_query, grad_key = grad_query.mul_(self._scale()), grad_key.mul_(self._scale())
+        return round(grad_query), round(self._sum_groups(grad_key)), round(self._sum_groups(grad_value))
+
+    def _wide_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs in fp32, with a key head for every query head."""
+        key, value = self.key.float(), self.value.float()
+        group_size = self._group_size()
+        if group_size > 1:
+            key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+        return self.query.float(), key, value
+
+    def _group_size(self) -> int:
+        return self.query.shape[1] // max(self.key.shape[1], 1)
+
+    def _sum_groups(self, grad: Tensor) -> Tensor:
+        """Gradient per query head -> per key head."""
+        group_size = self._group_size()
+        return grad if group_size <= 1 else grad.unflatten(1, (-1, group_size)).sum(2)
+
+    def _row_blocks(self) -> Iterator[slice]:
+        batch, num_heads, num_queries, _ = self.query.shape
+        num_scores_per_row = max(batch * num_heads * self.key.shape[2], 1)
+        num_rows = max(_MAX_SCORES // num_scores_per_row, _MIN_QUERY_ROWS)
+        return (slice(start, min(start + num_rows, num_queries)) for start in range(0, num_queries, num_rows))
+
+    def _scale(self) -> float:
+        return self.scale if self.scale is not None else float(self.query.shape[-1]) ** -0.5
+
+    def _scores(self, query: Tensor, key: Tensor, rows: slice) -> Tensor:
+        """Scaled and masked scores of a block of query rows: [batch, heads, rows, keys] in fp32."""
+        scores = (query[:, :, rows] @ key.mT).mul_(self._scale())
+        if self.attn_mask is not None:
+            mask = self.attn_mask
+            scores += mask[..., rows, :] if mask.shape[-2] > 1 else mask
+        if self.is_causal:  # query i looks at keys 0 to i
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + rows.start)
+            scores.masked_fill_(later, -torch.inf)
+        return scores
+
+
+def _row_max(scores: Tensor) -> Tensor:
+    """The largest score of each row; 0 where there is none: no keys, or all of them masked."""
+    if scores.shape[-1] == 0:
+        return scores.new_zeros(*scores.shape[:-1], 1)
+    largest = scores.amax(-1, keepdim=True)
+    return largest.masked_fill_(largest == -torch.inf, 0.0)
+
+
+def _zeros_by_length(tensor: Tensor) -> Tensor:
+    """Zeros [batch, heads, length, width] that lie in memory as [batch, length, heads, width], as torch's gradients."""
+    return torch.zeros_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules: refusals
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(why: str, fix: str) -> _Rule:
+    def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(tensor.dtype is mode.dtype and tensor.is_cpu for tensor in _tensors_in(args, kwargs)):
+            return NotImplemented
+        raise UnsupportedError(
+            asked=f"{op} on {mode.format.name} tensors under halfstep.emulate({mode.format.name!r})",
+            true="emulation replaces single products, convolutions and attention",
+            why=why,
+            fix=fix,
+        )
+
+    return rule
+
+
+_FAST_PATH_FIX = "call torch.backends.mha.set_fastpath_enabled(False) first, or keep the module in training mode"
+_REFUSALS = {
+    "_transformer_encoder_layer_fwd": _refuse(
+        "the inference kernel of torch.nn.TransformerEncoderLayer fuses six products and rounds inside", _FAST_PATH_FIX
+    ),
+    "_native_multi_head_attention": _refuse(
+        "the inference kernel of torch.nn.MultiheadAttention fuses four products and rounds inside", _FAST_PATH_FIX
+    ),
+    "mkldnn_rnn_layer": _refuse(
+        "oneDNN's LSTM fuses every time step into one kernel, and has none for this dtype on a CPU without native support",
+        "run it under torch.backends.mkldnn.flags(enabled=False), which takes the LSTM apart into products; or cast the "
+        "LSTM itself to the dtype; or run it in fp32 under torch.autocast('cpu', enabled=False)",
+    ),
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which rule for which operation
+# ----------------------------------------------------------------------------------------------------------------------
+
+_SUMS_OF_PRODUCTS = (
+    "mm", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "mv", "dot", "vdot", "_addmm_activation", "_foreach_mm",
+    "_trilinear", "convolution", "convolution_backward", "conv_tbc",
+)  # fmt: skip
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": _flash_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
+}
+
+
+def _without_autocast(rule: _Rule) -> _Rule:
+    """Autocast is above us, but not off: an fp32 product made here for an operation it has no opinion on, such as
+    attention's backward, would be cast down again.
+    """  # noqa: D205
+
+    def guarded(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return rule(mode, op, args, kwargs)
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return rule(mode, op, args, kwargs)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
+
+    return guarded
+
+
+class _RuleOf(dict[_Op, "_Rule | None"]):
+    """Operation -> its rule, or None: one dictionary look-up for each operation that torch runs."""
+
+    def __missing__(self, op: _Op) -> _Rule | None:
+        self[op] = rule = _by_its_parts if is_composite(op) else None
+        return rule
+
+
+def _overload(name: str, overload: str) -> _Op | None:
+    """An overload that this version of torch may lack."""
+    return getattr(getattr(aten, name, None), overload, None)
+
+
+def _build_rules() -> Iterator[tuple[_Op | None, _Rule]]:
+    for name in _SUMS_OF_PRODUCTS:
+        functional = _overload(name, "default")
+        yield functional, _product
+        yield _overload(f"{name}_", "default"), _in_place(functional)
+        if name != "convolution_backward":  # has three outputs
+            yield _overload(name, "out"), _into_out(functional)
+    yield _overload("_grouped_mm", "default"), _grouped_mm
+    for name, rule in (_ATTENTION | _REFUSALS).items():
+        yield _overload(name, "default"), rule
+
+
+_RULES = _RuleOf({op: _without_autocast(rule) for op, rule in _build_rules() if op is not None})

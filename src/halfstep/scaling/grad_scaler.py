@@ -1,0 +1,603 @@
+"""A drop-in for torch.amp.GradScaler that cannot corrupt a run, and says what it did.
+
+Same constructor, methods, texts, state keys and private names as torch's class, which it subclasses. What differs:
+
+- The scale has bounds, hysteresis and a tolerance, and can be any :class:`~halfstep.scaling.scale.Scale`.
+- The gradients are read once, without being written, where the optimizer unscales in its own kernel (torch's fused
+  AdamW, Adam, SGD, Adagrad): nothing is read on the host then. Other optimizers cost one host read a step, as in torch.
+- 16-bit parameters step in fp32; a weight beyond the format's range saturates and is counted.
+- Every skip has an outcome and a culprit, and the first is never silent.
+- Closures work, an optimizer without gradients is reported and not an error, copies can be made at any time.
+
+On an accelerator, what a window did becomes known to the host when the next window is updated, or when it is asked for:
+``update`` never waits for the window it closes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect as python_inspect
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._compat import OptState, refresh_per_optimizer_state
+from halfstep.errors import HalfstepWarning
+from halfstep.kernels.inspect import Inspection, inspect
+from halfstep.scaling import closures, refusals
+from halfstep.scaling.culprit import Culprit, ParameterOrder
+from halfstep.scaling.fused_sgd import seed_momentum
+from halfstep.scaling.loss import LossSeen, check_loss
+from halfstep.scaling.scale import (
+    MAX_SCALE,
+    MIN_SCALE,
+    DynamicScale,
+    NoScale,
+    Scale,
+    checked_backoff_factor,
+    checked_count,
+    checked_growth_factor,
+    checked_scale,
+)
+from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
+from halfstep.scaling.torch_names import TorchNames
+from halfstep.scaling.unscale import multiply_, reciprocal, restraint
+from halfstep.scaling.widen import HALF_DTYPES, needs_widening, widened
+from halfstep.scaling.window import PendingWindow, StepRecord, refuse_shared
+
+# torch's key -> the scale's own name for the same state
+_SHARED_KEYS = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "growth_tracker",
+}
+_SCALE_SETTINGS = (
+    *("init_scale", "growth_factor", "backoff_factor", "growth_interval"),
+    *("min_scale", "max_scale", "hysteresis", "consecutive_hysteresis", "tolerance"),
+)
+NO_GRADIENT_STEPS = 100  # steps without any gradient after which an optimizer is mentioned, once
+
+
+class GradScaler(TorchNames, torch.amp.GradScaler):
+    """Scale the loss, unscale the gradients, skip steps that would write inf or NaN; torch's API, and safe.
+
+    Args:
+        device: device type of the losses, as in torch.
+        init_scale: first scale; finite and positive. torch's 2**16 does not fit into fp16 itself, so a loss whose
+            gradient is 1 in fp16 skips its first steps; 2.0**14 avoids that.
+        growth_factor: multiplier after ``growth_interval`` clean steps; above 1.
+        backoff_factor: multiplier on overflow; between 0 and 1.
+        growth_interval: clean steps in a row before growth.
+        enabled: False makes every method pass through, as in torch: nothing is scaled, and nothing checked.
+        min_scale: lower bound of the scale; default 2**-14, or ``init_scale`` if that is lower.
+        max_scale: upper bound of the scale; default 2**24, or ``init_scale`` if that is higher.
+        hysteresis: overflows that it takes to back off.
+        consecutive_hysteresis: count only overflows in a row.
+        tolerance: share of overflowing steps that is accepted without backing off, in [0, 1).
+        scale: a :class:`NoScale`, :class:`StaticScale`, :class:`DynamicScale` or :class:`AdaptiveScale` in place of all
+            the settings above.
+        model: names its parameters in reports; nothing else.
+        on_repeat: what happens after ``repeat_after`` skipped windows in a row, when the loss or forward pass itself
+            must be at fault: ``"warn"``, ``"raise"``, ``"ignore"``, or a callable ``(culprit, step)``.
+        repeat_after: number of skipped windows in a row that makes a repeat.
+
+    Raises:
+        ArgumentError: a setting is out of range, or cannot take effect beside ``scale``.
+
+    Source: Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> scaler = GradScaler("cpu", init_scale=2.0**14)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.was_step_applied(optimizer), weight.tolist()
+        (True, [0.8999999761581421, 0.8999999761581421])
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        tolerance: float = 0.0,
+        scale: Scale | None = None,
+        model: torch.nn.Module | None = None,
+        on_repeat: OnRepeat = "warn",
+        repeat_after: int = REPEAT_AFTER,
+    ) -> None:
+        settings = (init_scale, growth_factor, backoff_factor, growth_interval)
+        extras = (min_scale, max_scale, hysteresis, consecutive_hysteresis, tolerance)
+        if not enabled:
+            self._rule: Scale = NoScale()
+        elif scale is None:
+            self._rule = _dynamic_scale(settings, extras)
+        else:
+            _refuse_settings_beside(scale, settings, extras)
+            self._rule = scale
+        self._has_free_bounds = scale is None and min_scale is None and max_scale is None
+        super().__init__(device, *settings, enabled)
+        self._order = ParameterOrder(model)
+        self._log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
+        self._records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
+        self._last_records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
+        self._idle_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._pending: PendingWindow | None = None
+        self._saturated = torch.zeros((), dtype=torch.int64)
+        self._seen = LossSeen()
+
+    # -- the loss -------------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or each loss in an iterable, by the scale.
+
+        Args:
+            outputs: a tensor of any shape, or an iterable of such. A 16-bit loss of one element comes back in fp32,
+                since an fp16 loss of 3 times a scale of 2**16 would be inf.
+
+        Returns:
+            The scaled outputs in the same structure; ``outputs`` itself if the scaler is disabled.
+
+        Raises:
+            ValueError: an output is neither a tensor nor an iterable of tensors.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            self._order.learn(outputs)
+            wide = outputs.float() if outputs.dtype in HALF_DTYPES and outputs.numel() == 1 else outputs
+            scaled = wide * self._rule.value(outputs.device)
+            self._seen.loss(scaled)
+            return scaled
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            mapped = map(self.scale, outputs)
+            return type(outputs)(mapped) if isinstance(outputs, (list, tuple)) else mapped
+        raise refusals.outputs_are_no_tensors(outputs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``scale(loss).backward(**kwargs)``, with what is wrong with the loss said clearly and before anything runs.
+
+        Args:
+            loss: one element, with a graph.
+            kwargs: passed to ``Tensor.backward`` (``retain_graph``, ``create_graph``, ``inputs``).
+
+        Raises:
+            ArgumentError: the loss is not a tensor of one element, or has no graph.
+        """
+        check_loss(loss)
+        self.scale(loss).backward(**kwargs)
+
+    # -- the gradients --------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, for clipping or looking at them. Optional.
+
+        Args:
+            optimizer: its fp32, fp64, bf16 and complex gradients, dense or sparse, are unscaled and inspected.
+
+        Raises:
+            CallOrderError: called twice in one window, or after ``step``.
+            ArgumentError: a gradient is fp16: 1e-3 at scale 2**16 would become 1.5e-8, which fp16 holds as 0.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise refusals.unscaled_already(optimizer, state["stage"])
+        refuse_shared(self._record(optimizer), optimizer, self._records)
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, reciprocal(scale), found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = [p.grad for p in self._record(optimizer).parameters if p.grad is not None]
+        if not allow_fp16 and any(g.dtype in (torch.float16, torch.complex32) for g in gradients):
+            raise refusals.fp16_gradients(optimizer)
+        found = self._inspect(optimizer)
+        if gradients:
+            multiply_(gradients, inv_scale * restraint(found, reciprocal(inv_scale)).reciprocal())
+        return {d: torch.maximum(flag, found_inf.to(d, non_blocking=True)) for d, flag in found.found_inf().items()}
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        found_inf = self._inspect(optimizer).found_inf()
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf
+        return found_inf
+
+    def _inspect(self, optimizer: torch.optim.Optimizer) -> Inspection:
+        record = self._record(optimizer)
+        found = inspect([p.grad for p in record.parameters], largest=self._rule.needs_largest)
+        scale = self._scale
+        assert scale is not None, "checked by every caller"
+        record.note(found, scale.device)
+        return found
+
+    def _record(self, optimizer: torch.optim.Optimizer) -> StepRecord:
+        if optimizer not in self._records:
+            self._records[optimizer] = self._last_records[optimizer] = StepRecord.of(optimizer)
+        return self._records[optimizer]
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer with unscaled gradients, or skip it if one of them is inf or NaN.
+
+        Args:
+            optimizer: any torch optimizer. Without gradients it is stepped as it is, which changes nothing.
+            args: passed to ``optimizer.step``; a closure, also as ``closure=``, is evaluated with checked, unscaled
+                gradients, and given its loss unscaled if it returns what ``scale`` returned.
+            kwargs: passed to ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returned; None for a skipped step.
+
+        Raises:
+            CallOrderError: a second step in one window, or no backward pass since the loss was scaled.
+            ArgumentError: the optimizer shares a parameter with another one stepped in this window.
+            UnsupportedError: a closure together with 16-bit parameters.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise refusals.stepped_already(optimizer)
+        record = self._record(optimizer)
+        closure, args = closures.split_closure(args, kwargs)
+        if closure is None and not record.has_gradients():
+            self._seen.check(optimizer)
+            self._count_idle(optimizer, record)
+            result = optimizer.step(*args, **kwargs)
+        else:
+            self._idle_steps.pop(optimizer, None)
+            refuse_shared(record, optimizer, self._records)
+            result = self._checked_step(optimizer, state, closure, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        record.is_stepped = True
+        return result
+
+    def _checked_step(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if closure is not None:
+            return self._step_with_closure(optimizer, state, closure, args, kwargs)
+        if not needs_widening(optimizer):
+            return self._plain_step(optimizer, state, args, kwargs)
+        with widened(optimizer) as saturated:
+            result = self._plain_step(optimizer, state, args, kwargs)
+        if saturated:
+            self._saturated = self._saturated + sum(count.to(self._saturated.device) for count in saturated)
+        return result
+
+    def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if _wants_grad_scaler(type(optimizer).step):
+                warnings.warn(
+                    f"{type(optimizer).__name__}.step() takes grad_scaler, which torch is going to stop passing; it"
+                    " should read the tensors self.grad_scale and self.found_inf instead.",
+                    FutureWarning,
+                    stacklevel=4,
+                )
+                return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            return self._step_in_kernel(optimizer, state, args, kwargs)
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def _step_in_kernel(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """The optimizer's kernel unscales while it steps, and writes nothing where found_inf is set."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        is_unscaled = state["stage"] is OptState.UNSCALED
+        if not is_unscaled:
+            self._check_inf_per_device(optimizer)
+        record = self._record(optimizer)
+        found, found_inf = record.found, record.found_inf
+        if found is None or found_inf is None:  # gradients, but not one element in them
+            return optimizer.step(*args, **kwargs)
+        if not seed_momentum(optimizer) and found_inf.item() != 0:
+            return None
+        users = getattr(optimizer, "grad_scale", None)
+        divisor = users if is_unscaled else scale * restraint(found, scale) * (1.0 if users is None else users)
+        try:
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _step_with_closure(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: closures.Closure, args: Any, kwargs: Any
+    ) -> Any:
+        if any(p.dtype in HALF_DTYPES for p in self._record(optimizer).parameters):
+            raise refusals.closure_with_16_bit(optimizer)
+        before = closures.Snapshot(optimizer)
+
+        def evaluate() -> Any:
+            state["stage"] = OptState.READY
+            with torch.enable_grad(), self._seen.collect() as scaled_losses:
+                loss = closure()
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if self._record(optimizer).outcome(self._order).kind == "skipped":
+                raise closures.BadEvaluation
+            is_scaled = any(loss is scaled for scaled in scaled_losses)
+            return loss.detach() / self._rule.value(loss.device) if is_scaled else loss
+
+        try:
+            return optimizer.step(evaluate, *args, **kwargs)
+        except closures.BadEvaluation:
+            before.restore()
+            return None
+
+    def _count_idle(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> None:
+        count = self._idle_steps[optimizer] = self._idle_steps.get(optimizer, 0) + 1
+        if count == NO_GRADIENT_STEPS:
+            names = self._order.names_of(record.parameters[:3], record.group_ends)
+            warnings.warn(
+                f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
+                f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
+                HalfstepWarning,
+                stacklevel=3,
+            )
+
+    # -- the next window ------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Close the window: choose the next scale, count and report skips. Call it once, after every optimizer's step.
+
+        Args:
+            new_scale: a scale to use instead of the rule's; a number, or a tensor of one element (read on the host).
+
+        Raises:
+            NotScaledError: nothing was scaled, or no optimizer was stepped or unscaled since the last update.
+            ArgumentError: ``new_scale`` is not finite and positive, or outside bounds that were set.
+            NonFiniteError: with ``on_repeat="raise"``, after ``repeat_after`` skipped windows in a row.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        old_scale = scale.clone()
+        if new_scale is not None:
+            self._set_scale(self._checked_new_scale(new_scale))
+        else:
+            self._update_by_rule(scale.device)
+        window = PendingWindow(list(self._records.values()), old_scale, self._rule.value(scale.device))
+        self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
+        self._records = weakref.WeakKeyDictionary()
+        self._seen.clear()
+        earlier, self._pending = self._pending, window
+        if earlier is not None:
+            earlier.settle(self._log, self._order)
+        if scale.device.type == "cpu":  # nothing to wait for
+            self._settle()
+
+    def _update_by_rule(self, device: torch.device) -> None:
+        flags = [
+            flag.to(device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if flags:
+            self._rule.update_(torch.stack(flags).amax().clamp(max=1.0), self._largest(device))
+        elif not any(record.is_stepped for record in self._records.values()):
+            raise refusals.nothing_checked()
+
+    def _largest(self, device: torch.device) -> Tensor | None:
+        if not self._rule.needs_largest:
+            return None
+        found = [record.found for record in self._records.values() if record.found is not None]
+        return torch.stack([f.total_largest(device) for f in found]).amax()
+
+    def _checked_new_scale(self, new_scale: float | Tensor) -> float:
+        if isinstance(new_scale, Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
+            raise refusals.new_scale_is_no_scalar(new_scale)
+        return checked_scale(float(new_scale), "new_scale")
+
+    def _set_scale(self, value: float) -> None:
+        if self._has_free_bounds and isinstance(self._rule, DynamicScale):
+            self._rule.min_scale, self._rule.max_scale = _widened(self._rule.bounds(), value)
+        self._rule.set_(value)
+
+    # -- what happened --------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle(self._log, self._order)
+
+    def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
+        """What the last ``step(optimizer)`` did, and who was at fault if it was skipped. Reads the device.
+
+        Raises:
+            CallOrderError: this scaler has not stepped the optimizer yet.
+        """
+        record = self._last_records.get(optimizer)
+        if record is None or not record.is_stepped:
+            raise refusals.never_stepped(optimizer)
+        return record.outcome(self._order)
+
+    def was_step_applied(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last ``step(optimizer)`` changed its weights: step a scheduler or an EMA only then. Reads the
+        device; False as well for an optimizer without gradients.
+        """
+        return self.outcome(optimizer).kind == "applied"
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far, saved and loaded with the state. Reads the device."""
+        if self._enabled:
+            self._settle()
+        return self._log.skipped_steps
+
+    @property
+    def culprit(self) -> Culprit | None:
+        """Who was at fault in the last skipped step; None if there was none. Reads the device."""
+        if self._enabled:
+            self._settle()
+        return self._log.culprit
+
+    @property
+    def saturated_weights(self) -> int:
+        """How many 16-bit weights were clamped to their format's largest value so far. Reads the device."""
+        return int(self._saturated.item())
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Use the model's names in reports; needed again after copying or unpickling a scaler."""
+        self._order.name(model)
+
+    # -- settings and state ---------------------------------------------------------------------------------------
+
+    def get_scale(self) -> float:
+        """The scale as a number, 1.0 if the scaler is disabled. Reads the device."""
+        return self._rule.get() if self._enabled else 1.0
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the multiplier after a growth interval; above 1."""
+        self._growth_factor = checked_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the multiplier on overflow; between 0 and 1."""
+        self._backoff_factor = checked_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of clean steps before growth; at least 1. More clean steps than that count as all but one."""
+        self._growth_interval = checked_count(new_interval, "growth_interval")
+        tracker = self._growth_tracker
+        if tracker is not None:  # torch's kernel grows when the count *equals* the interval: never step past it
+            tracker.clamp_(max=self._growth_interval - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, and ``"halfstep"`` with everything else a run needs to continue. Reads the device.
+
+        Returns:
+            Plain numbers and strings. torch.amp.GradScaler loads it as it is. Empty if the scaler is disabled.
+        """
+        if not self._enabled:
+            return {}
+        self._settle()
+        ours = self._rule.state_dict()
+        shared = {theirs: getattr(self, _TORCH_GETTERS[theirs])() for theirs in _SHARED_KEYS}
+        own = {name: value for name, value in ours.items() if name not in _SHARED_KEYS.values()}
+        return {**shared, "halfstep": {**own, **self._log.state_dict()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state: halfstep's, or torch's own five entries. All of it or nothing.
+
+        Args:
+            state_dict: see :mod:`halfstep.scaling.interchange` for states of other libraries.
+
+        Raises:
+            StateError: an entry is missing, not finite, not positive, or of another kind of scale.
+            RuntimeError: the state is empty, as a disabled scaler saves it.
+        """
+        if not self._enabled:
+            return
+        if len(state_dict) == 0:
+            raise refusals.empty_state()
+        missing = sorted(_SHARED_KEYS.keys() - state_dict.keys())
+        if missing:
+            raise refusals.incomplete_state(missing, sorted(state_dict))
+        saved = dict(state_dict.get("halfstep", {}))
+        try:
+            counts = valid_counts(saved)
+        except ValueError as error:
+            raise refusals.bad_counts(saved, error) from error
+        self._rule.load_state_dict(self._rule_state(state_dict, saved))
+        self._log.load_counts(counts)
+        self._pending = None
+
+    def _rule_state(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The scale's own state, from torch's entries, what halfstep saved, and fresh counters for the rest."""
+        ours = self._rule.state_dict() | self._rule.fresh_counters() | saved
+        ours |= {mine: state_dict[theirs] for theirs, mine in _SHARED_KEYS.items() if mine in ours}
+        if self._has_free_bounds and "min_scale" in ours:
+            ours["min_scale"], ours["max_scale"] = _widened((ours["min_scale"], ours["max_scale"]), ours["scale"])
+        return ours
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep scale, counters and settings; not the present window, nor references to parameters."""
+        if not self._enabled:
+            return self.__dict__.copy()
+        self._settle()
+        dropped = ("_per_optimizer_states", "_records", "_last_records", "_idle_steps", "_seen", "_order", "_saturated")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._enabled:
+            self._order = ParameterOrder()
+            self._start_window()
+
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        return f"GradScaler({self._device!r}, {self._rule!r}, skipped_steps={self._log.skipped_steps})"
+
+
+_TORCH_GETTERS = {
+    "scale": "get_scale",
+    "growth_factor": "get_growth_factor",
+    "backoff_factor": "get_backoff_factor",
+    "growth_interval": "get_growth_interval",
+    "_growth_tracker": "_get_growth_tracker",
+}
+
+
+def _dynamic_scale(settings: tuple[float, float, float, int], extras: tuple[Any, ...]) -> DynamicScale:
+    init_scale, growth_factor, backoff_factor, growth_interval = settings
+    min_scale, max_scale, hysteresis, consecutive_hysteresis, tolerance = extras
+    init_scale = checked_scale(init_scale, "init_scale")
+    low, high = _widened((MIN_SCALE, MAX_SCALE), init_scale)
+    return DynamicScale(
+        init_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale=low if min_scale is None else min_scale,
+        max_scale=high if max_scale is None else max_scale,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive_hysteresis,
+        tolerance=tolerance,
+    )
+
+
+def _widened(bounds: tuple[float, float], value: float) -> tuple[float, float]:
+    """Default bounds give way to a scale that the user sets; bounds that the user set do not."""
+    return min(bounds[0], value), max(bounds[1], value)
+
+
+def _refuse_settings_beside(scale: Scale, settings: tuple[Any, ...], extras: tuple[Any, ...]) -> None:
+    parameters = python_inspect.signature(GradScaler.__init__).parameters
+    names = [name for name in parameters if name in _SCALE_SETTINGS]
+    given = [n for n, value in zip(names, settings + extras, strict=True) if value != parameters[n].default]
+    if given or not isinstance(scale, Scale):
+        raise refusals.settings_beside_scale(given) if given else refusals.not_a_scale(scale)
+
+
+@functools.cache
+def _wants_grad_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer class follows the older contract, in which ``step`` receives the scaler itself."""
+    return "grad_scaler" in python_inspect.signature(step).parameters
