@@ -16,6 +16,7 @@ __all__ = [
     "HostCopy",
     "OptState",
     "has_float64",
+    "is_composite",
     "is_dense",
     "local_part",
     "refresh_per_optimizer_state",
@@ -66,3 +67,9 @@ class HostCopy:
 def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, factors: tuple[float, float, int]) -> None:
     """Grow, back off or count, in one kernel on the scale's device (what torch.amp.GradScaler.update calls)."""
     torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+
+
+def is_composite(op: object) -> bool:
+    """Whether torch computes an operation by calling others, so that its ``decompose`` takes it apart."""
+    has_kernel = getattr(op, "has_kernel_for_dispatch_key", None)  # higher-order operations are no overloads
+    return has_kernel is not None and bool(has_kernel(torch._C.DispatchKey.CompositeImplicitAutograd))

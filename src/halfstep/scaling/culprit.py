@@ -38,8 +38,8 @@ class Culprit:
     num_bad: int
 
     def __str__(self) -> str:
-        others = f"; {self.num_bad - 1} more behind it" if self.num_bad > 1 else ""
-        return f"{self.name} {list(self.shape)} ({'NaN' if self.kind == 'nan' else 'inf'}{others})"
+        others = f", and {self.num_bad - 1} more behind it" if self.num_bad > 1 else ""
+        return f"{self.name} (shape {list(self.shape)}) holds {'NaN' if self.kind == 'nan' else 'inf'}{others}"
 
 
 class ParameterOrder:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect as python_inspect
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -27,23 +26,14 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import OptState, refresh_per_optimizer_state
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import HalfstepWarning, warn
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures, refusals
 from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.fused_sgd import seed_momentum
 from halfstep.scaling.loss import LossSeen, check_loss
-from halfstep.scaling.scale import (
-    MAX_SCALE,
-    MIN_SCALE,
-    DynamicScale,
-    NoScale,
-    Scale,
-    checked_backoff_factor,
-    checked_count,
-    checked_growth_factor,
-    checked_scale,
-)
+from halfstep.scaling.scale import DynamicScale, NoScale, Scale, checked_count, checked_scale
+from halfstep.scaling.settings import scale_from, widened_bounds
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, restraint
@@ -58,10 +48,6 @@ _SHARED_KEYS = {
     "growth_interval": "growth_interval",
     "_growth_tracker": "growth_tracker",
 }
-_SCALE_SETTINGS = (
-    *("init_scale", "growth_factor", "backoff_factor", "growth_interval"),
-    *("min_scale", "max_scale", "hysteresis", "consecutive_hysteresis", "tolerance"),
-)
 NO_GRADIENT_STEPS = 100  # steps without any gradient after which an optimizer is mentioned, once
 
 
@@ -123,17 +109,20 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         on_repeat: OnRepeat = "warn",
         repeat_after: int = REPEAT_AFTER,
     ) -> None:
-        settings = (init_scale, growth_factor, backoff_factor, growth_interval)
-        extras = (min_scale, max_scale, hysteresis, consecutive_hysteresis, tolerance)
-        if not enabled:
-            self._rule: Scale = NoScale()
-        elif scale is None:
-            self._rule = _dynamic_scale(settings, extras)
-        else:
-            _refuse_settings_beside(scale, settings, extras)
-            self._rule = scale
+        settings = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+            "hysteresis": hysteresis,
+            "consecutive_hysteresis": consecutive_hysteresis,
+            "tolerance": tolerance,
+        }
+        self._rule = scale_from(settings, scale) if enabled else NoScale()
         self._has_free_bounds = scale is None and min_scale is None and max_scale is None
-        super().__init__(device, *settings, enabled)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._order = ParameterOrder(model)
         self._log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
         self._start_window()
@@ -296,11 +285,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             if _wants_grad_scaler(type(optimizer).step):
-                warnings.warn(
+                warn(
                     f"{type(optimizer).__name__}.step() takes grad_scaler, which torch is going to stop passing; it"
                     " should read the tensors self.grad_scale and self.found_inf instead.",
                     FutureWarning,
-                    stacklevel=4,
                 )
                 return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             return self._step_in_kernel(optimizer, state, args, kwargs)
@@ -356,11 +344,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         count = self._idle_steps[optimizer] = self._idle_steps.get(optimizer, 0) + 1
         if count == NO_GRADIENT_STEPS:
             names = self._order.names_of(record.parameters[:3], record.group_ends)
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
                 f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
                 HalfstepWarning,
-                stacklevel=3,
             )
 
     # -- the next window ------------------------------------------------------------------------------------------
@@ -418,7 +405,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     def _set_scale(self, value: float) -> None:
         if self._has_free_bounds and isinstance(self._rule, DynamicScale):
-            self._rule.min_scale, self._rule.max_scale = _widened(self._rule.bounds(), value)
+            self._rule.min_scale, self._rule.max_scale = widened_bounds(self._rule.bounds(), value)
         self._rule.set_(value)
 
     # -- what happened --------------------------------------------------------------------------------------------
@@ -468,26 +455,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """Use the model's names in reports; needed again after copying or unpickling a scaler."""
         self._order.name(model)
 
-    # -- settings and state ---------------------------------------------------------------------------------------
-
-    def get_scale(self) -> float:
-        """The scale as a number, 1.0 if the scaler is disabled. Reads the device."""
-        return self._rule.get() if self._enabled else 1.0
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the multiplier after a growth interval; above 1."""
-        self._growth_factor = checked_growth_factor(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the multiplier on overflow; between 0 and 1."""
-        self._backoff_factor = checked_backoff_factor(new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of clean steps before growth; at least 1. More clean steps than that count as all but one."""
-        self._growth_interval = checked_count(new_interval, "growth_interval")
-        tracker = self._growth_tracker
-        if tracker is not None:  # torch's kernel grows when the count *equals* the interval: never step past it
-            tracker.clamp_(max=self._growth_interval - 1)
+    # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, and ``"halfstep"`` with everything else a run needs to continue. Reads the device.
@@ -498,9 +466,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return {}
         self._settle()
-        ours = self._rule.state_dict()
-        shared = {theirs: getattr(self, _TORCH_GETTERS[theirs])() for theirs in _SHARED_KEYS}
-        own = {name: value for name, value in ours.items() if name not in _SHARED_KEYS.values()}
+        shared = {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+        }
+        own = {name: value for name, value in self._rule.state_dict().items() if name not in _SHARED_KEYS.values()}
         return {**shared, "halfstep": {**own, **self._log.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -523,9 +496,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         saved = dict(state_dict.get("halfstep", {}))
         try:
             counts = valid_counts(saved)
-        except ValueError as error:
-            raise refusals.bad_counts(saved, error) from error
-        self._rule.load_state_dict(self._rule_state(state_dict, saved))
+            rule_state = self._rule_state(state_dict, saved)
+        except (TypeError, ValueError) as error:
+            raise refusals.bad_state(state_dict, error) from error
+        self._rule.load_state_dict(rule_state)
         self._log.load_counts(counts)
         self._pending = None
 
@@ -533,8 +507,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """The scale's own state, from torch's entries, what halfstep saved, and fresh counters for the rest."""
         ours = self._rule.state_dict() | self._rule.fresh_counters() | saved
         ours |= {mine: state_dict[theirs] for theirs, mine in _SHARED_KEYS.items() if mine in ours}
+        scale = checked_scale(ours["scale"], "scale")
         if self._has_free_bounds and "min_scale" in ours:
-            ours["min_scale"], ours["max_scale"] = _widened((ours["min_scale"], ours["max_scale"]), ours["scale"])
+            ours["min_scale"], ours["max_scale"] = widened_bounds((ours["min_scale"], ours["max_scale"]), scale)
         return ours
 
     def __getstate__(self) -> dict[str, Any]:
@@ -555,46 +530,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return "GradScaler(enabled=False)"
         return f"GradScaler({self._device!r}, {self._rule!r}, skipped_steps={self._log.skipped_steps})"
-
-
-_TORCH_GETTERS = {
-    "scale": "get_scale",
-    "growth_factor": "get_growth_factor",
-    "backoff_factor": "get_backoff_factor",
-    "growth_interval": "get_growth_interval",
-    "_growth_tracker": "_get_growth_tracker",
-}
-
-
-def _dynamic_scale(settings: tuple[float, float, float, int], extras: tuple[Any, ...]) -> DynamicScale:
-    init_scale, growth_factor, backoff_factor, growth_interval = settings
-    min_scale, max_scale, hysteresis, consecutive_hysteresis, tolerance = extras
-    init_scale = checked_scale(init_scale, "init_scale")
-    low, high = _widened((MIN_SCALE, MAX_SCALE), init_scale)
-    return DynamicScale(
-        init_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        min_scale=low if min_scale is None else min_scale,
-        max_scale=high if max_scale is None else max_scale,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive_hysteresis,
-        tolerance=tolerance,
-    )
-
-
-def _widened(bounds: tuple[float, float], value: float) -> tuple[float, float]:
-    """Default bounds give way to a scale that the user sets; bounds that the user set do not."""
-    return min(bounds[0], value), max(bounds[1], value)
-
-
-def _refuse_settings_beside(scale: Scale, settings: tuple[Any, ...], extras: tuple[Any, ...]) -> None:
-    parameters = python_inspect.signature(GradScaler.__init__).parameters
-    names = [name for name in parameters if name in _SCALE_SETTINGS]
-    given = [n for n, value in zip(names, settings + extras, strict=True) if value != parameters[n].default]
-    if given or not isinstance(scale, Scale):
-        raise refusals.settings_beside_scale(given) if given else refusals.not_a_scale(scale)
 
 
 @functools.cache

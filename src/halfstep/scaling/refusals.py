@@ -149,11 +149,11 @@ def incomplete_state(missing: list[str], present: list[str]) -> StateError:
     )
 
 
-def bad_counts(saved: dict[str, object], error: Exception) -> StateError:
-    """Counts in a scaler state that no run can have."""
+def bad_state(state: dict[str, object], error: Exception) -> StateError:
+    """A scaler state with values that no run can have."""
     return StateError(
-        asked=f"load_state_dict() with halfstep entries {saved!r}",
-        true=str(error),
+        asked=f"load_state_dict({state!r})",
+        true=str(error).split("\n", 1)[0],
         why="a run cannot continue from this value; nothing was loaded",
         fix="load a checkpoint from before the damage, or start with a fresh scaler",
     )

@@ -7,12 +7,11 @@ pass itself is inf or NaN, which no scale can mend, and ``on_repeat`` says so, o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from halfstep.errors import ArgumentError, NonFiniteError, SkippedStepWarning
+from halfstep.errors import ArgumentError, NonFiniteError, SkippedStepWarning, warn
 from halfstep.scaling.culprit import Culprit
 
 StepKind = Literal["applied", "skipped", "no_gradients"]
@@ -75,20 +74,20 @@ class SkipLog:
         if repeats and self.on_repeat != "ignore":
             self._repeat(skipped[0].culprit, new_scale)
         elif _passed_power_of_ten(before, self.skipped_steps):
-            warnings.warn(self._text(skipped[0].culprit, old_scale, new_scale), SkippedStepWarning, stacklevel=4)
+            warn(self._text(skipped[0].culprit, old_scale, new_scale), SkippedStepWarning)
 
     def _text(self, culprit: Culprit | None, old_scale: float, new_scale: float) -> str:
         moved = f"the scale went from {old_scale:g} to {new_scale:g}" if new_scale != old_scale else "the scale stays"
-        total = f" It is skip number {self.skipped_steps}; the next warning comes at ten times as many."
         return (
-            f"Step {self.steps} was skipped: the gradient of {culprit or 'a parameter'} is not finite; {moved}."
-            " With a dynamic scale a few skips are normal while the scale finds its level." + total
+            f"Step {self.steps} was skipped: {_bad_gradient(culprit)}; {moved}. With a dynamic scale a few skips are"
+            f" normal while the scale finds its level. Skips so far: {self.skipped_steps}; the next warning comes at ten"
+            " times as many."
         )
 
     def _repeat(self, culprit: Culprit | None, scale: float) -> None:
         error = NonFiniteError(
             asked=f"step {self.steps}: skipped, the {self.skips_in_a_row}th time in a row",
-            true=f"the gradient of {culprit or 'a parameter'} is not finite even at scale {scale:g}",
+            true=f"{_bad_gradient(culprit)}, even at scale {scale:g}",
             why="the loss or the forward pass itself is inf or NaN: lowering the scale cannot help",
             fix="print the loss; run the named layer in fp32 or bf16; look there for log(0), 0/0, values above 65504",
         )
@@ -97,7 +96,7 @@ class SkipLog:
         elif self.on_repeat == "raise":
             raise error
         else:
-            warnings.warn(str(error), SkippedStepWarning, stacklevel=5)
+            warn(str(error), SkippedStepWarning)
 
     def state_dict(self) -> dict[str, int]:
         """The counts."""
@@ -116,6 +115,10 @@ def valid_counts(state: dict[str, Any]) -> dict[str, int]:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"{name} is {count!r}, not a count")
     return counts
+
+
+def _bad_gradient(culprit: Culprit | None) -> str:
+    return "a gradient is inf or NaN" if culprit is None else f"the gradient of {culprit}"
 
 
 def _passed_power_of_ten(before: int, after: int) -> bool:

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's private attributes, as views of the scale.
+"""torch.amp.GradScaler's settings and private attributes, as views of the scale.
 
 Accelerate, Composer, Apex and Transformer Engine read and write these names (``_scale`` when they load a checkpoint,
 ``_growth_tracker`` when they reset it). The state itself lives once, in the :class:`~halfstep.scaling.scale.Scale`.
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import NotScaledError
-from halfstep.scaling.scale import Scale
+from halfstep.scaling.scale import Scale, checked_backoff_factor, checked_count, checked_growth_factor
 
 
 class TorchNames:
-    """Private names of torch's class; mixed into GradScaler."""
+    """Settings and private names of torch's class; GradScaler inherits them in front of torch's own."""
 
     _rule: Scale
+    _enabled: bool
 
     @property
     def _scale(self) -> Tensor | None:
@@ -78,6 +79,25 @@ class TorchNames:
     @_growth_interval.setter
     def _growth_interval(self, value: int) -> None:
         self._configure(growth_interval=value)
+
+    def get_scale(self) -> float:
+        """The scale as a number, 1.0 if the scaler is disabled. Reads the device."""
+        return self._rule.get() if self._enabled else 1.0
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the multiplier after a growth interval; above 1."""
+        self._growth_factor = checked_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the multiplier on overflow; between 0 and 1."""
+        self._backoff_factor = checked_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of clean steps before growth; at least 1. More clean steps than that count as all but one."""
+        self._growth_interval = checked_count(new_interval, "growth_interval")
+        tracker = self._growth_tracker
+        if tracker is not None:  # torch's kernel grows when the count *equals* the interval: never step past it
+            tracker.clamp_(max=self._growth_interval - 1)
 
     def _configure(self, **settings: Any) -> None:
         for name, value in settings.items():
