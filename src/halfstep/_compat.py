@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state as refresh_per_op
 __all__ = [
     "HostCopy",
     "OptState",
+    "cpu_capabilities",
     "has_float64",
     "is_composite",
     "is_dense",
@@ -73,3 +74,8 @@ def is_composite(op: object) -> bool:
     """Whether torch computes an operation by calling others, so that its ``decompose`` takes it apart."""
     has_kernel = getattr(op, "has_kernel_for_dispatch_key", None)  # higher-order operations are no overloads
     return has_kernel is not None and bool(has_kernel(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def cpu_capabilities() -> dict[str, bool | int | str]:
+    """What torch knows of this CPU's instruction sets; empty where this torch does not say (added in early 2026)."""
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())

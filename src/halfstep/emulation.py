@@ -51,8 +51,8 @@ _Op: TypeAlias = Any
 # How an operation is emulated. NotImplemented: these tensors are not ours, let torch have them.
 _Rule: TypeAlias = "Callable[[Emulation, _Op, tuple[Any, ...], dict[str, Any]], Any]"
 
-# Scores that attention holds at once: 2**22 fp32 numbers are 16 MiB.
-_MAX_SCORES = 2**22
+# Scores that attention holds at once: 2**17 fp32 numbers are 512 KiB, which stays in a core's own cache.
+_MAX_SCORES = 2**17
 _MIN_QUERY_ROWS = 64
 
 
@@ -191,7 +191,7 @@ def _product(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, 
 def _in_place(functional: _Op) -> _Rule:
     """``x.addmm_(a, b)``: x takes part in fp32 and is written once."""
 
-    def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: Emulation, _op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _product(mode, functional, args, kwargs)
         if result is NotImplemented or result.shape != args[0].shape:
             return NotImplemented  # x cannot grow: torch says so
@@ -203,7 +203,7 @@ def _in_place(functional: _Op) -> _Rule:
 def _into_out(functional: _Op) -> _Rule:
     """``torch.mm(a, b, out=c)``: like any ``out=`` of torch, c is resized where it must be."""
 
-    def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: Emulation, _op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not mode.covers(_tensors_in(args, kwargs)):
             return NotImplemented
         inputs = {name: value for name, value in kwargs.items() if name != "out"}
@@ -236,12 +236,12 @@ def _by_its_parts(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _flash_forward(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _flash_forward(mode: Emulation, _op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attention = _Attention(*args, **kwargs)
     return attention.forward(mode.round) if attention.is_covered(mode) else NotImplemented
 
 
-def _flash_backward(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _flash_backward(mode: Emulation, _op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_out, query, key, value, out, logsumexp, *options = args
     attention = _Attention(query, key, value, *options, **kwargs)
     if not (attention.is_covered(mode) and mode.covers((grad_out, out))):
@@ -253,7 +253,8 @@ def _flash_backward(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dic
 class _Attention:
     """One call of torch's CPU flash attention: its arguments as in the schema, and the arithmetic of a flash kernel.
 
-    The kernel's tile spans all keys. Queries are taken in blocks of rows, so that the scores are never all in memory.
+    Heads of all samples are laid out one after the other, ``[batch * heads, length, width]``, in fp32. Blocks of them,
+    or of the query rows of one, are taken in turn, so that the scores never lie in memory as a whole.
     """
 
     query: Tensor  # [batch, heads, queries, width]
@@ -277,71 +278,92 @@ class _Attention:
     def forward(self, round: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The output, and in fp32 the logarithm of the softmax's denominators [batch, heads, queries]."""
         query, key, value = self._wide_inputs()
-        out = torch.empty_like(self.query)
-        logsumexp = query[..., 0].transpose(1, 2).contiguous().transpose(1, 2)  # torch's layout, to be overwritten
-        for rows in self._row_blocks():
-            scores = self._scores(query, key, rows)
+        out, logsumexp = torch.empty_like(query), torch.empty_like(query[:, :, :1])
+        for heads, rows, keys in self._blocks():
+            scores = self._scores(query, key, heads, rows, keys)
             largest = _row_max(scores)
             weights = scores.sub_(largest).exp_()  # at most 1
             total = weights.sum(-1, keepdim=True)
             total.masked_fill_(total == 0, 1.0)  # a row that may look at no key gives zeros, as in torch's kernel
-            out[:, :, rows] = (round(weights).float() @ value).div_(total)  # the one rounding of the output
-            logsumexp[:, :, rows] = largest.add(total.log()).squeeze(-1)
-        return out, logsumexp
+            out[heads, rows] = torch.bmm(round(weights).float(), value[heads, keys]).div_(total)
+            logsumexp[heads, rows] = total.log_().add_(largest)
+        rounded = torch.empty_like(self.query).copy_(out.view(self.query.shape))  # the one rounding of the output
+        return rounded, _by_length(logsumexp.view(self.query.shape[:3]))
 
     def backward(
         self, grad_out: Tensor, out: Tensor, logsumexp: Tensor, round: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value: summed in fp32, rounded once."""
         query, key, value = self._wide_inputs()
-        grad_out = grad_out.float()
-        row_sums = (grad_out * out.float()).sum(-1, keepdim=True)
-        grad_query, grad_key, grad_value = (_zeros_by_length(tensor) for tensor in (query, key, value))
-        for rows in self._row_blocks():
-            weights = self._scores(query, key, rows).sub_(logsumexp[:, :, rows, None]).exp_()
-            grad_value += round(weights).float().mT @ grad_out[:, :, rows]
-            grad_scores = (grad_out[:, :, rows] @ value.mT).sub_(row_sums[:, :, rows]).mul_(weights)
+        grad_out = _per_head(grad_out)
+        row_sums = (grad_out * _per_head(out)).sum(-1, keepdim=True)
+        logsumexp = _per_head(logsumexp.unsqueeze(-1))
+        grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        for heads, rows, keys in self._blocks():
+            grad_rows = grad_out[heads, rows]
+            weights = self._scores(query, key, heads, rows, keys).sub_(logsumexp[heads, rows]).exp_()
+            grad_value[heads, keys].baddbmm_(round(weights).float().mT, grad_rows)
+            grad_scores = torch.bmm(grad_rows, value[heads, keys].mT).sub_(row_sums[heads, rows]).mul_(weights)
             grad_scores = round(grad_scores).float()
-            grad_query[:, :, rows] = grad_scores @ key
-            grad_key += grad_scores.mT @ query[:, :, rows]
-        grad_query, grad_key = grad_query.mul_(self._scale()), grad_key.mul_(self._scale())
-        return round(grad_query), round(self._sum_groups(grad_key)), round(self._sum_groups(grad_value))
+            grad_query[heads, rows] = torch.bmm(grad_scores, key[heads, keys])
+            grad_key[heads, keys].baddbmm_(grad_scores.mT, query[heads, rows])  # query carries the scale
+        grads = ((grad_query.mul_(self._scale()), self.query), (grad_key, self.key), (grad_value, self.value))
+        grad_query, grad_key, grad_value = (round(_by_length(_sum_groups(grad, given))) for grad, given in grads)
+        return grad_query, grad_key, grad_value
 
     def _wide_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs in fp32, with a key head for every query head."""
-        key, value = self.key.float(), self.value.float()
-        group_size = self._group_size()
+        """Query times scale, key and value in fp32, with a key head for every query head."""
+        key, value = self.key, self.value
+        group_size = self.query.shape[1] // max(key.shape[1], 1)
         if group_size > 1:
             key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
-        return self.query.float(), key, value
-
-    def _group_size(self) -> int:
-        return self.query.shape[1] // max(self.key.shape[1], 1)
-
-    def _sum_groups(self, grad: Tensor) -> Tensor:
-        """Gradient per query head -> per key head."""
-        group_size = self._group_size()
-        return grad if group_size <= 1 else grad.unflatten(1, (-1, group_size)).sum(2)
-
-    def _row_blocks(self) -> Iterator[slice]:
-        batch, num_heads, num_queries, _ = self.query.shape
-        num_scores_per_row = max(batch * num_heads * self.key.shape[2], 1)
-        num_rows = max(_MAX_SCORES // num_scores_per_row, _MIN_QUERY_ROWS)
-        return (slice(start, min(start + num_rows, num_queries)) for start in range(0, num_queries, num_rows))
+        return _per_head(self.query).mul_(self._scale()), _per_head(key), _per_head(value)
 
     def _scale(self) -> float:
         return self.scale if self.scale is not None else float(self.query.shape[-1]) ** -0.5
 
-    def _scores(self, query: Tensor, key: Tensor, rows: slice) -> Tensor:
-        """Scaled and masked scores of a block of query rows: [batch, heads, rows, keys] in fp32."""
-        scores = (query[:, :, rows] @ key.mT).mul_(self._scale())
+    def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Heads, query rows, and the keys that these rows may look at."""
+        batch, num_heads, num_queries, _ = self.query.shape
+        num_keys = self.key.shape[2]
+        num_rows = max(_MAX_SCORES // max(num_keys, 1), _MIN_QUERY_ROWS)
+        for heads in _slices(batch * num_heads, max(_MAX_SCORES // max(num_queries * num_keys, 1), 1)):
+            for rows in _slices(num_queries, num_rows):
+                yield heads, rows, slice(0, min(rows.stop, num_keys) if self.is_causal else num_keys)
+
+    def _scores(self, query: Tensor, key: Tensor, heads: slice, rows: slice, keys: slice) -> Tensor:
+        """Scaled and masked scores of a block, in fp32: [heads, rows, keys]."""
+        scores = torch.bmm(query[heads, rows], key[heads, keys].mT)
         if self.attn_mask is not None:
-            mask = self.attn_mask
-            scores += mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            batch, num_heads, num_queries, _ = self.query.shape
+            mask = self.attn_mask.expand(batch, num_heads, num_queries, self.key.shape[2])
+            head = torch.arange(heads.start, heads.stop)
+            scores += mask[head // num_heads, head % num_heads, rows, keys]
         if self.is_causal:  # query i looks at keys 0 to i
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + rows.start)
-            scores.masked_fill_(later, -torch.inf)
+            later = scores[..., rows.start :]
+            later.masked_fill_(torch.ones(later.shape[1:], dtype=torch.bool).triu_(1), -torch.inf)
         return scores
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _per_head(tensor: Tensor) -> Tensor:
+    """[batch, heads, length, width] in any layout -> a new fp32 tensor [batch * heads, length, width]."""
+    return torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor).flatten(0, 1)
+
+
+def _sum_groups(grad: Tensor, given: Tensor) -> Tensor:
+    """Gradient per query head [batch * heads, length, width] -> the shape of the tensor that was given."""
+    batch, num_heads, length, width = given.shape
+    group_size = grad.shape[0] // max(batch * num_heads, 1)
+    return grad.view(batch, num_heads, group_size, length, width).sum(2) if group_size > 1 else grad.view(given.shape)
+
+
+def _by_length(tensor: Tensor) -> Tensor:
+    """The same values laid out in memory as [batch, length, heads, ...], as torch's attention returns them."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _row_max(scores: Tensor) -> Tensor:
@@ -350,11 +372,6 @@ def _row_max(scores: Tensor) -> Tensor:
         return scores.new_zeros(*scores.shape[:-1], 1)
     largest = scores.amax(-1, keepdim=True)
     return largest.masked_fill_(largest == -torch.inf, 0.0)
-
-
-def _zeros_by_length(tensor: Tensor) -> Tensor:
-    """Zeros [batch, heads, length, width] that lie in memory as [batch, length, heads, width], as torch's gradients."""
-    return torch.zeros_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,9 +402,9 @@ _REFUSALS = {
         "the inference kernel of torch.nn.MultiheadAttention fuses four products and rounds inside", _FAST_PATH_FIX
     ),
     "mkldnn_rnn_layer": _refuse(
-        "oneDNN's LSTM fuses every time step into one kernel, and has none for this dtype on a CPU without native support",
-        "run it under torch.backends.mkldnn.flags(enabled=False), which takes the LSTM apart into products; or cast the "
-        "LSTM itself to the dtype; or run it in fp32 under torch.autocast('cpu', enabled=False)",
+        "oneDNN's LSTM fuses all time steps into one kernel, and has none for this dtype on a CPU without native support",
+        "run it under torch.backends.mkldnn.flags(enabled=False), which takes it apart into products that are emulated, "
+        "or in fp32 under torch.autocast('cpu', enabled=False)",
     ),
 }  # fmt: skip
 
@@ -406,9 +423,11 @@ _ATTENTION = {
 
 
 def _without_autocast(rule: _Rule) -> _Rule:
-    """Autocast is above us, but not off: an fp32 product made here for an operation it has no opinion on, such as
-    attention's backward, would be cast down again.
-    """  # noqa: D205
+    """Run a rule with autocast off.
+
+    Autocast has acted above us already, but where it has no opinion on an operation, such as attention's backward, it
+    is still on, and would cast the fp32 products of the rule down again.
+    """
 
     def guarded(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_autocast_enabled("cpu"):

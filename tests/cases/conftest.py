@@ -8,7 +8,7 @@ import halfstep
 
 
 @pytest.fixture
-def P():
+def param():
     """A parameter holding these values, in this dtype."""
 
     def make(values, dtype=torch.float32):
@@ -18,7 +18,7 @@ def P():
 
 
 @pytest.fixture
-def GS():
+def make_scaler():
     """halfstep's scaler on the CPU, built like torch's."""
 
     def make(**options):

@@ -60,10 +60,10 @@ def test_MP_06_a_gradient_that_is_not_finite_is_still_seen(bad):
     lambda ps: torch.optim.SGD(ps, 2.0**-10, fused=True),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_MP_06_a_large_norm_of_finite_gradients_never_skips_a_step(GS, make_optimizer, dtype):
+def test_MP_06_a_large_norm_of_finite_gradients_never_skips_a_step(make_scaler, make_optimizer, dtype):
     """A gradient of 300 in each of 100 000 elements: its norm, 94868, is beyond fp16's largest value."""
     p = nn.Parameter(torch.zeros(100_000, dtype=dtype))
-    optimizer, scaler = make_optimizer([p]), GS(init_scale=1.0)
+    optimizer, scaler = make_optimizer([p]), make_scaler(init_scale=1.0)
     scaler.scale((p.float() * 300.0).sum()).backward()
     assert norm_of(p.grad) > 65504
     scaler.step(optimizer)

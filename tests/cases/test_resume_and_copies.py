@@ -26,12 +26,12 @@ def overflow(scaler, optimizer, p, times):
         scaler.update()
 
 
-def test_MP_13_the_saved_scale_and_skips_come_back(GS, P):
-    p = P([1.0])
-    optimizer, scaler = SGD([p], 0.1), GS()
+def test_MP_13_the_saved_scale_and_skips_come_back(make_scaler, param):
+    p = param([1.0])
+    optimizer, scaler = SGD([p], 0.1), make_scaler()
     overflow(scaler, optimizer, p, 3)
     assert scaler.get_scale() == 8192.0
-    resumed = GS()
+    resumed = make_scaler()
     resumed.load_state_dict(scaler.state_dict())
     assert resumed.get_scale() == 8192.0
     assert resumed.skipped_steps == 3
@@ -77,7 +77,7 @@ def train(start, stop, optimizer, scaler, load, save):
 @pytest.mark.parametrize(("optimizer", "scaler"), [
     ("optim.SGD(ps, 0.1, momentum=0.9)", "halfstep.GradScaler('cpu', growth_interval=4)"),
     ("optim.AdamW(ps, 0.01, fused=True)", "halfstep.GradScaler('cpu', growth_interval=5, hysteresis=2)"),
-    ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', scale=halfstep.DynamicScale(tolerance=0.3, growth_interval=6))"),
+    ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', growth_interval=6, tolerance=0.3)"),
     ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', scale=halfstep.AdaptiveScale())"),
 ])  # fmt: skip
 def test_MP_13_a_run_in_two_processes_is_the_run_in_one(tmp_path, optimizer, scaler):
@@ -93,8 +93,8 @@ def test_MP_13_a_run_in_two_processes_is_the_run_in_one(tmp_path, optimizer, sca
         assert torch.equal(resumed["model"][name], whole["model"][name]), name
 
 
-def test_MP_13_a_checkpoint_without_scaler_state_is_not_taken_in_silence(GS):
-    scaler = GS()
+def test_MP_13_a_checkpoint_without_scaler_state_is_not_taken_in_silence(make_scaler):
+    scaler = make_scaler()
     with pytest.raises(RuntimeError, match="empty"):
         scaler.load_state_dict({})
     assert scaler.get_scale() == 65536.0
@@ -143,9 +143,9 @@ def tensors_in(value, seen=None):
     {"scale": halfstep.StaticScale(128.0)},
     {"scale": halfstep.AdaptiveScale(8.0)},
 ], ids=lambda options: str(options)[:30])  # fmt: skip
-def test_MP_53_a_copy_can_be_made_at_every_moment(GS, P, duplicate, options):
-    p = P([1.0])
-    scaler = GS(**copy.deepcopy(options))
+def test_MP_53_a_copy_can_be_made_at_every_moment(make_scaler, param, duplicate, options):
+    p = param([1.0])
+    scaler = make_scaler(**copy.deepcopy(options))
     optimizer = SGD([p], 0.5)
     for stage in stages(scaler, p, optimizer):
         twin = duplicate(scaler)
@@ -153,7 +153,7 @@ def test_MP_53_a_copy_can_be_made_at_every_moment(GS, P, duplicate, options):
         own = {t.untyped_storage().data_ptr() for t in tensors_in(scaler)}
         assert not own & {t.untyped_storage().data_ptr() for t in tensors_in(twin)}, stage
         # its stage is empty: the copy begins a window of its own, whatever the original is in the middle of
-        q = P([1.0])
+        q = param([1.0])
         other = SGD([q], 0.5)
         twin.scale(q.sum()).backward()
         twin.step(other)
@@ -162,9 +162,9 @@ def test_MP_53_a_copy_can_be_made_at_every_moment(GS, P, duplicate, options):
     assert p.item() == 0.5, "the original was not disturbed"
 
 
-def test_MP_53_a_copy_and_its_original_go_separate_ways(GS, P):
-    p = P([1.0])
-    optimizer, scaler = SGD([p], 0.5), GS(init_scale=8.0)
+def test_MP_53_a_copy_and_its_original_go_separate_ways(make_scaler, param):
+    p = param([1.0])
+    optimizer, scaler = SGD([p], 0.5), make_scaler(init_scale=8.0)
     overflow(scaler, optimizer, p, 1)
     twin = copy.deepcopy(scaler)
     overflow(twin, optimizer, p, 2)
@@ -172,9 +172,9 @@ def test_MP_53_a_copy_and_its_original_go_separate_ways(GS, P):
     assert (twin.get_scale(), twin.skipped_steps) == (1.0, 3)
 
 
-def test_MP_53_a_copy_in_the_middle_of_a_skipped_step_keeps_the_scale_of_before(GS, P):
-    p = P([1.0])
-    optimizer, scaler = SGD([p], 0.5), GS(init_scale=8.0)
+def test_MP_53_a_copy_in_the_middle_of_a_skipped_step_keeps_the_scale_of_before(make_scaler, param):
+    p = param([1.0])
+    optimizer, scaler = SGD([p], 0.5), make_scaler(init_scale=8.0)
     scaler.scale((p * math.inf).sum()).backward()
     scaler.step(optimizer)
     twin = by_pickle(scaler)
@@ -182,9 +182,9 @@ def test_MP_53_a_copy_in_the_middle_of_a_skipped_step_keeps_the_scale_of_before(
     assert (scaler.get_scale(), twin.get_scale()) == (4.0, 8.0)
 
 
-def test_MP_53_the_scaler_can_be_copied_together_with_its_model(GS):
+def test_MP_53_the_scaler_can_be_copied_together_with_its_model(make_scaler):
     model = torch.nn.Linear(1, 1)
-    trainer = {"model": model, "scaler": GS(model=model, init_scale=8.0)}
+    trainer = {"model": model, "scaler": make_scaler(model=model, init_scale=8.0)}
     trainer["scaler"].scale(model(torch.ones(1, 1)).sum()).backward()
     twin = copy.deepcopy(trainer)
     optimizer = SGD(twin["model"].parameters(), 0.1)
@@ -199,9 +199,9 @@ def _report(scaler, queue):
     queue.put((scaler.get_scale(), scaler.skipped_steps, scaler.state_dict()))
 
 
-def test_MP_53_the_scaler_survives_spawn(GS, P):
-    p = P([1.0])
-    optimizer, scaler = SGD([p], 0.5), GS(init_scale=8.0)
+def test_MP_53_the_scaler_survives_spawn(make_scaler, param):
+    p = param([1.0])
+    optimizer, scaler = SGD([p], 0.5), make_scaler(init_scale=8.0)
     overflow(scaler, optimizer, p, 2)
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)  # in the middle of a window

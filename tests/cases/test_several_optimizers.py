@@ -26,9 +26,9 @@ def tracker(scaler):
     return scaler.state_dict()["_growth_tracker"]
 
 
-def test_MP_07_the_reported_run_goes_on(GS, P):
-    a, b = P([1.0]), P([1.0])
-    oa, ob, scaler = SGD([a], 0.1), SGD([b], 0.1), GS()
+def test_MP_07_the_reported_run_goes_on(make_scaler, param):
+    a, b = param([1.0]), param([1.0])
+    oa, ob, scaler = SGD([a], 0.1), SGD([b], 0.1), make_scaler()
     scaler.scale(a.sum()).backward()
     scaler.step(oa)
     scaler.step(ob)
@@ -42,9 +42,9 @@ def test_MP_07_the_reported_run_goes_on(GS, P):
 
 
 @every_optimizer
-def test_MP_07_the_optimizers_with_gradients_decide_the_scale(GS, P, make_optimizer):
-    a, b = P([1.0]), P([1.0])
-    oa, ob, scaler = make_optimizer([a]), make_optimizer([b]), GS(init_scale=256.0)
+def test_MP_07_the_optimizers_with_gradients_decide_the_scale(make_scaler, param, make_optimizer):
+    a, b = param([1.0]), param([1.0])
+    oa, ob, scaler = make_optimizer([a]), make_optimizer([b]), make_scaler(init_scale=256.0)
     for factor, scale, clean in [(1.0, 256.0, 1), (math.inf, 128.0, 0), (math.nan, 64.0, 0), (1.0, 64.0, 1)]:
         oa.zero_grad()
         scaler.scale((a * factor).sum()).backward()
@@ -58,10 +58,10 @@ def test_MP_07_the_optimizers_with_gradients_decide_the_scale(GS, P, make_optimi
 
 @every_optimizer
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_ and step"])
-def test_MP_07_a_window_without_any_gradient_counts_for_nothing(GS, P, make_optimizer, unscales):
-    a, frozen = P([1.0]), P([1.0])
+def test_MP_07_a_window_without_any_gradient_counts_for_nothing(make_scaler, param, make_optimizer, unscales):
+    a, frozen = param([1.0]), param([1.0])
     frozen.requires_grad_(False)
-    optimizer, scaler = make_optimizer([a, frozen]), GS(growth_interval=2)
+    optimizer, scaler = make_optimizer([a, frozen]), make_scaler(growth_interval=2)
     scaler.scale(torch.tensor(1.0))
     for _ in range(5):
         if unscales:
@@ -73,10 +73,10 @@ def test_MP_07_a_window_without_any_gradient_counts_for_nothing(GS, P, make_opti
 
 
 @every_optimizer
-def test_MP_07_some_parameters_without_gradients_are_no_news(GS, P, make_optimizer):
-    used, unused, frozen = P([1.0]), P([1.0]), P([1.0])
+def test_MP_07_some_parameters_without_gradients_are_no_news(make_scaler, param, make_optimizer):
+    used, unused, frozen = param([1.0]), param([1.0]), param([1.0])
     frozen.requires_grad_(False)
-    optimizer, scaler = make_optimizer([unused, used, frozen]), GS()
+    optimizer, scaler = make_optimizer([unused, used, frozen]), make_scaler()
     scaler.scale(used.sum()).backward()
     scaler.step(optimizer)
     assert scaler.was_step_applied(optimizer)
@@ -85,10 +85,10 @@ def test_MP_07_some_parameters_without_gradients_are_no_news(GS, P, make_optimiz
     assert (unused.item(), frozen.item()) == (1.0, 1.0)
 
 
-def test_MP_07_an_optimizer_that_never_gets_gradients_is_mentioned_once_by_name(GS):
+def test_MP_07_an_optimizer_that_never_gets_gradients_is_mentioned_once_by_name(make_scaler):
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(1, 1), "forgotten": torch.nn.Linear(1, 1)})
     used, forgotten = (SGD(model[name].parameters(), 0.0) for name in ("used", "forgotten"))
-    scaler = GS(model=model)
+    scaler = make_scaler(model=model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(250):
@@ -125,9 +125,9 @@ both_styles = pytest.mark.parametrize("style", ["positional", "keyword"])
 
 
 @both_styles
-def test_MP_10_the_reported_bad_evaluation_never_reaches_the_weights(GS, P, style):
-    p = P([0.0])
-    optimizer, scaler = torch.optim.LBFGS([p], lr=1.0, max_iter=5), GS(init_scale=1024.0)
+def test_MP_10_the_reported_bad_evaluation_never_reaches_the_weights(make_scaler, param, style):
+    p = param([0.0])
+    optimizer, scaler = torch.optim.LBFGS([p], lr=1.0, max_iter=5), make_scaler(init_scale=1024.0)
     closure = quadratic_closure(scaler, optimizer, p, bad_at=2)
     closure()
     call(scaler, optimizer, closure, style)
@@ -143,11 +143,11 @@ def test_MP_10_the_reported_bad_evaluation_never_reaches_the_weights(GS, P, styl
 @both_styles
 @pytest.mark.parametrize("returns", ["scaled", "unscaled"])
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_MP_10_finite_evaluations_give_what_they_give_without_a_scaler(GS, P, style, returns, line_search):
+def test_MP_10_finite_evaluations_give_what_they_give_without_a_scaler(make_scaler, param, style, returns, line_search):
     options = {"lr": 0.5, "max_iter": 4, "line_search_fn": line_search}
-    p, plain = P([0.0, 7.0]), P([0.0, 7.0])
+    p, plain = param([0.0, 7.0]), param([0.0, 7.0])
     optimizer, reference = torch.optim.LBFGS([p], **options), torch.optim.LBFGS([plain], **options)
-    scaler = GS(init_scale=1024.0)
+    scaler = make_scaler(init_scale=1024.0)
 
     def plain_closure():
         reference.zero_grad()
@@ -168,9 +168,9 @@ def test_MP_10_finite_evaluations_give_what_they_give_without_a_scaler(GS, P, st
 @both_styles
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("bad_at", [1, 2, 3, 4])
-def test_MP_10_a_bad_evaluation_at_any_place_undoes_the_whole_step(GS, P, style, bad, bad_at):
-    p = P([0.0, 7.0])
-    optimizer, scaler = torch.optim.LBFGS([p], lr=0.1, max_iter=6, history_size=3), GS(init_scale=1024.0)
+def test_MP_10_a_bad_evaluation_at_any_place_undoes_the_whole_step(make_scaler, param, style, bad, bad_at):
+    p = param([0.0, 7.0])
+    optimizer, scaler = torch.optim.LBFGS([p], lr=0.1, max_iter=6, history_size=3), make_scaler(init_scale=1024.0)
     call(scaler, optimizer, quadratic_closure(scaler, optimizer, p), style)
     scaler.update()
     weights, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
@@ -184,9 +184,9 @@ def test_MP_10_a_bad_evaluation_at_any_place_undoes_the_whole_step(GS, P, style,
 
 @both_styles
 @every_optimizer
-def test_MP_10_any_optimizer_takes_a_closure(GS, P, style, make_optimizer):
-    p, plain = P([0.0, 7.0]), P([0.0, 7.0])
-    optimizer, reference, scaler = make_optimizer([p]), make_optimizer([plain]), GS(init_scale=1024.0)
+def test_MP_10_any_optimizer_takes_a_closure(make_scaler, param, style, make_optimizer):
+    p, plain = param([0.0, 7.0]), param([0.0, 7.0])
+    optimizer, reference, scaler = make_optimizer([p]), make_optimizer([plain]), make_scaler(init_scale=1024.0)
     for step in range(4):
         is_bad = step == 2
         closure = quadratic_closure(scaler, optimizer, p, bad_at=1 if is_bad else None)

@@ -21,11 +21,11 @@ def embedding(sparse, dtype=torch.float32, rows=6, width=3):
     return table.to(dtype)
 
 
-def test_MP_37_the_reported_duplicates_are_added_in_fp32(GS):
+def test_MP_37_the_reported_duplicates_are_added_in_fp32(make_scaler):
     """Two fp16 values of 40000 in one row: 80000 is finite in fp32, and so is the step of 0.1 * 80000."""
     e = nn.Embedding(4, 1, sparse=True).half()
     before = e.weight.detach().clone()
-    optimizer, scaler = SGD([e.weight], 0.1), GS(init_scale=1.0)
+    optimizer, scaler = SGD([e.weight], 0.1), make_scaler(init_scale=1.0)
     loss = (e(torch.tensor([1, 1])) * torch.full((2, 1), 40000.0).half()).sum()
     scaler.scale(loss).backward()
     assert e.weight.grad.is_sparse
@@ -43,10 +43,10 @@ def test_MP_37_the_reported_duplicates_are_added_in_fp32(GS):
 
 
 @pytest.mark.parametrize("value", [3e38, -3e38])
-def test_MP_37_duplicates_that_overflow_are_never_missed(GS, value):
+def test_MP_37_duplicates_that_overflow_are_never_missed(make_scaler, value):
     e = embedding(sparse=True)
     before = e.weight.detach().clone()
-    optimizer, scaler = SGD([e.weight], 1e-30), GS(init_scale=1.0)
+    optimizer, scaler = SGD([e.weight], 1e-30), make_scaler(init_scale=1.0)
     (e(torch.tensor([1, 1, 2])) * value).sum().backward()
     scaler.scale(torch.tensor(1.0))
     assert e.weight.grad._values().isfinite().all(), "each stored value is finite; only their sum is not"
@@ -59,10 +59,10 @@ def test_MP_37_duplicates_that_overflow_are_never_missed(GS, value):
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_MP_37_one_bad_stored_value_skips_the_step(GS, bad):
+def test_MP_37_one_bad_stored_value_skips_the_step(make_scaler, bad):
     e = embedding(sparse=True)
     before = e.weight.detach().clone()
-    optimizer, scaler = SGD([e.weight], 0.1), GS(init_scale=8.0)
+    optimizer, scaler = SGD([e.weight], 0.1), make_scaler(init_scale=8.0)
     factors = torch.tensor([1.0, bad, 1.0]).unsqueeze(1)
     scaler.scale((e(torch.tensor([0, 5, 0])) * factors).sum()).backward()
     scaler.step(optimizer)
@@ -76,10 +76,14 @@ def test_MP_37_one_bad_stored_value_skips_the_step(GS, bad):
     lambda ps: torch.optim.SparseAdam(list(ps), 0.5),
 ], ids=["sgd", "adagrad", "sparse adam"])  # fmt: skip
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "unscale_ and step"])
-def test_MP_37_sparse_steps_equal_unscaled_sparse_steps(GS, make_optimizer, clips):
+def test_MP_37_sparse_steps_equal_unscaled_sparse_steps(make_scaler, make_optimizer, clips):
     """A scale of a power of two changes no bit."""
     scaled, plain = embedding(sparse=True), embedding(sparse=True)
-    optimizer, reference, scaler = make_optimizer(scaled.parameters()), make_optimizer(plain.parameters()), GS()
+    optimizer, reference, scaler = (
+        make_optimizer(scaled.parameters()),
+        make_optimizer(plain.parameters()),
+        make_scaler(),
+    )
     for step in range(4):
         rows = torch.tensor([0, 3, 3, step])
         weights = torch.linspace(0.1, 1.0, 4).unsqueeze(1)
@@ -100,10 +104,10 @@ def test_MP_37_sparse_steps_equal_unscaled_sparse_steps(GS, make_optimizer, clip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_MP_37_sparse_equals_dense(GS, dtype):
+def test_MP_37_sparse_equals_dense(make_scaler, dtype):
     tables = [embedding(sparse, dtype) for sparse in (True, False)]
     for table in tables:
-        optimizer, scaler = SGD(table.parameters(), 2.0**-6), GS(init_scale=2.0**4)
+        optimizer, scaler = SGD(table.parameters(), 2.0**-6), make_scaler(init_scale=2.0**4)
         for rows in ([0, 3, 3], [5, 5, 5], [1, 2, 3]):
             optimizer.zero_grad()
             scaler.scale((table(torch.tensor(rows)).float() * 1.5).sum()).backward()
@@ -120,10 +124,10 @@ def test_MP_37_the_norm_counts_a_row_once_not_its_parts():
     assert inspect([g]).total_norm(CPU).item() == g.to_dense().norm().item()
 
 
-def test_MP_52_the_reported_bf16_model_steps(GS):
+def test_MP_52_the_reported_bf16_model_steps(make_scaler):
     m = nn.Linear(2, 1).bfloat16()
     before = m.weight.detach().clone()
-    optimizer, scaler = SGD(m.parameters(), 0.5), GS()
+    optimizer, scaler = SGD(m.parameters(), 0.5), make_scaler()
     scaler.scale(m(torch.ones(1, 2).bfloat16()).sum()).backward()
     assert m.weight.grad.dtype == torch.bfloat16
     scaler.step(optimizer)
@@ -151,9 +155,12 @@ def weighted(parameters, factor=1.0):
     lambda ps: SGD(ps, 0.25, momentum=0.5),
     lambda ps: torch.optim.Adam(ps, 0.25, foreach=False),
 ], ids=["sgd", "sgd foreach", "sgd momentum", "adam"])  # fmt: skip
-def test_MP_52_all_dtypes_in_one_optimizer_are_unscaled_alike(GS, make_optimizer):
-    mixed, wide = one_of_each(), [nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32))) for p in one_of_each()]
-    optimizer, reference, scaler = make_optimizer(mixed), make_optimizer(wide), GS(init_scale=2.0**10)
+def test_MP_52_all_dtypes_in_one_optimizer_are_unscaled_alike(make_scaler, make_optimizer):
+    mixed, wide = (
+        one_of_each(),
+        [nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32))) for p in one_of_each()],
+    )
+    optimizer, reference, scaler = make_optimizer(mixed), make_optimizer(wide), make_scaler(init_scale=2.0**10)
     for _ in range(2):
         optimizer.zero_grad()
         reference.zero_grad()
@@ -170,23 +177,27 @@ def test_MP_52_all_dtypes_in_one_optimizer_are_unscaled_alike(GS, make_optimizer
 
 @pytest.mark.parametrize("bad_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_MP_52_one_bad_gradient_of_any_dtype_skips_the_whole_optimizer(GS, bad_dtype, bad):
+def test_MP_52_one_bad_gradient_of_any_dtype_skips_the_whole_optimizer(make_scaler, bad_dtype, bad):
     parameters = one_of_each()
     before = [p.detach().clone() for p in parameters]
-    optimizer, scaler = SGD(parameters, 0.25), GS(init_scale=2.0**10)
+    optimizer, scaler = SGD(parameters, 0.25), make_scaler(init_scale=2.0**10)
     scaler.scale(weighted(parameters)).backward()
     position = DTYPES.index(bad_dtype)
     parameters[position].grad[1] = bad
     scaler.step(optimizer)
     outcome = scaler.outcome(optimizer)
-    assert (outcome.kind, outcome.culprit.kind, outcome.culprit.num_bad) == ("skipped", "nan" if bad != bad else "inf", 1)
+    assert (outcome.kind, outcome.culprit.kind, outcome.culprit.num_bad) == (
+        "skipped",
+        "nan" if bad != bad else "inf",
+        1,
+    )
     assert outcome.culprit.name == f"parameter {position} of group 0"
     assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
 
-def test_MP_52_unscale_in_place_takes_bf16_and_refuses_fp16_with_the_remedy(GS):
+def test_MP_52_unscale_in_place_takes_bf16_and_refuses_fp16_with_the_remedy(make_scaler):
     p, q = nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2).half())
-    scaler = GS(init_scale=2.0**10)
+    scaler = make_scaler(init_scale=2.0**10)
     scaler.scale(weighted([p, q])).backward()
     first, second = SGD([p], 0.1), SGD([q], 0.1)
     scaler.unscale_(first)
@@ -198,11 +209,11 @@ def test_MP_52_unscale_in_place_takes_bf16_and_refuses_fp16_with_the_remedy(GS):
     assert torch.equal(q.grad, grad), "nothing is half-changed"
 
 
-def test_MP_52_a_bf16_policy_scales_by_one_and_still_checks(GS):
+def test_MP_52_a_bf16_policy_scales_by_one_and_still_checks(make_scaler):
     policy = halfstep.Policy.parse("bf16-mixed")
     assert "scal" in policy.reason
     p = nn.Parameter(torch.ones(2).bfloat16())
-    optimizer, scaler = SGD([p], 0.5), GS(scale=halfstep.NoScale())
+    optimizer, scaler = SGD([p], 0.5), make_scaler(scale=halfstep.NoScale())
     assert scaler.get_scale() == 1.0
     scaler.scale((p * math.nan).float().sum()).backward()
     scaler.step(optimizer)

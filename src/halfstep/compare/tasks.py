@@ -71,7 +71,7 @@ class Task:
         quick_epochs: the same in a lecture demonstration; 0 leaves the task out there.
         same_relative: a metric up to this share above fp32's still matches it.
         same_absolute: and so does one up to this much above it, in the metric's own unit.
-        curve: what the learning curve shows, ``"loss"`` or ``"metric"`` on the test data.
+        has_log_curve: whether the learning curve is drawn on a logarithmic scale.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Task:
     quick_epochs: int
     same_relative: float
     same_absolute: float
-    curve: str = "loss"
+    has_log_curve: bool = False
 
     def num_epochs(self, *, quick: bool) -> int:
         """Passes over the training data, in the study or in its short form."""
@@ -211,7 +211,7 @@ def _linear_task(name: str, unit: float) -> Task:
         same_relative=0.1,
         # fp32 reaches 1e-7; nobody needs weights that exact. 2 % is above the 4e-3 that bf16's inputs alone can cost.
         same_absolute=0.02,
-        curve="metric",
+        has_log_curve=True,
     )
 
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,10 @@ from halfstep.compare.measure import (
 )
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Data, Task
-from halfstep.emulation import emulate, needs_emulation
+from halfstep.emulation import emulate
 from halfstep.errors import HalfstepWarning
+from halfstep.formats import FloatFormat
+from halfstep.hardware import probe
 from halfstep.scaling.grad_scaler import GradScaler
 
 NUM_CURVE_POINTS = 50  # enough for a smooth curve; an evaluation costs about as much as a step
@@ -103,9 +106,8 @@ class Precision:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether this CPU must emulate the regime's format."""
-        dtype = self.regime.autocast_dtype
-        return dtype is not None and self.device.type == "cpu" and needs_emulation(dtype)
+        """Whether the device is a CPU without native arithmetic for the regime's format."""
+        return self.device.type == "cpu" and not _is_native_on_cpu(self.regime.format)
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Surrounds forward and backward."""
@@ -115,6 +117,11 @@ class Precision:
         """Surrounds forward alone."""
         dtype = self.regime.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+@cache
+def _is_native_on_cpu(fmt: FloatFormat) -> bool:
+    return fmt.name in probe("cpu").native_formats
 
 
 @dataclass
@@ -140,11 +147,15 @@ class Trainer:
         self.precision = Precision(self.regime, self.device)
 
     def batches(self, num_epochs: int) -> Iterator[Tensor]:
-        """Indices of each batch, reshuffled at each epoch, in an order that depends on the seed alone."""
+        """Indices of each batch, reshuffled at each epoch, in an order that depends on the seed alone.
+
+        The examples that would make a shorter last batch wait for the next epoch, so that all steps are alike.
+        """
         generator = torch.Generator().manual_seed(self.seed)
+        num_batches = len(self.data.train_x) // self.task.batch_size
         for _ in range(num_epochs):
             order = torch.randperm(len(self.data.train_x), generator=generator)
-            yield from order.to(self.device).split(self.task.batch_size)
+            yield from order[: num_batches * self.task.batch_size].to(self.device).chunk(num_batches)
 
     def backward(self, batch: Tensor) -> None:
         """Forward and backward; leaves scaled gradients."""

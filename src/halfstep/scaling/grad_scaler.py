@@ -209,11 +209,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         found = self._inspect(optimizer)
         if gradients:
             multiply_(gradients, inv_scale * restraint(found, reciprocal(inv_scale)).reciprocal())
-        return {d: torch.maximum(flag, found_inf.to(d, non_blocking=True)) for d, flag in found.found_inf().items()}
+        return {d: torch.maximum(flag, found_inf.to(d, non_blocking=True)) for d, flag in found.found_inf.items()}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         self._check_scale_growth_tracker("_check_inf_per_device")
-        found_inf = self._inspect(optimizer).found_inf()
+        found_inf = dict(self._inspect(optimizer).found_inf)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf
         return found_inf
 
@@ -388,6 +388,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             for flag in state["found_inf_per_device"].values()
         ]
         if flags:
+            # Others may have put counts there; the rule wants exactly 0 or 1.
             self._rule.update_(torch.stack(flags).amax().clamp(max=1.0), self._largest(device))
         elif not any(record.is_stepped for record in self._records.values()):
             raise refusals.nothing_checked()

@@ -3,19 +3,20 @@
 A run that moves between libraries must keep its loss scale and its counters, or it spends its first steps finding the
 scale again. The formats, from the code that saves them:
 
-==============  =====================================================================================================
+==============  ================================================================================================
 torch           ``scale, growth_factor, backoff_factor, growth_interval, _growth_tracker`` (torch/amp/grad_scaler.py)
-deepspeed       ``cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window``, and ``cur_hysteresis`` in new
-                versions (FP16_Optimizer.state_dict in runtime/fp16/fused_optimizer.py); MMCV's LossScaler likewise
-deepspeed-zero  ``loss_scaler``: the DynamicLossScaler object itself (runtime/fp16/loss_scaler.py), read by attributes
-megatron        ``scale, growth_tracker, hysteresis_tracker``, also under ``grad_scaler`` (core/optimizer/grad_scaler.py)
+deepspeed       ``cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window``, and ``cur_hysteresis`` in
+                new versions (FP16_Optimizer in runtime/fp16/fused_optimizer.py); MMCV's LossScaler likewise
+deepspeed-zero  ``loss_scaler``: the DynamicLossScaler object itself (runtime/fp16/loss_scaler.py), by attributes
+megatron        ``scale, growth_tracker, hysteresis_tracker``, or under ``grad_scaler``
+                (core/optimizer/grad_scaler.py)
 apex            ``loss_scaler0: {loss_scale, unskipped}`` (apex/amp/frontend.py); read only
-==============  =====================================================================================================
+==============  ================================================================================================
 
-Method: read into a :class:`~halfstep.scaling.scale.Scale`, write from one (``read_peers.py``, ``write_peers.py``). What a
-format does not say is assumed, and what it cannot hold is dropped, but neither in silence: :func:`convert` returns notes,
-and the other two functions issue them as one :class:`~halfstep.errors.HalfstepWarning`. A state that is not whole, or
-that no run can reach, is refused whole. Weights and optimizer states are not converted here.
+Method: read into a :class:`~halfstep.scaling.scale.Scale` (``read_peers.py``), write from one (``write_peers.py``).
+What a format does not say is assumed, what it cannot hold is dropped, but neither in silence: :func:`convert` returns
+notes, and the other two functions issue them as one :class:`~halfstep.errors.HalfstepWarning`. A state that is not
+whole, or that no run can reach, is refused whole. Weights and optimizer states are not converted here.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def read_scaler_state(state: Any, settings: Mapping[str, Any] | None = None) -> 
         settings: what the source does not save and its run was configured with: any of ``growth_factor``,
             ``backoff_factor``, ``growth_interval``, ``min_scale``, ``max_scale``, ``hysteresis``,
             ``consecutive_hysteresis`` and, for DeepSpeed, ``late_growth``: whether the version grows after
-            ``scale_window + 1`` clean steps when an overflow came before (FP16_Optimizer does; the ZeRO scaler did not
-            until 2025).
+            ``scale_window + 1`` clean steps when an overflow came before. FP16_Optimizer does, and so does the ZeRO
+            scaler in its newest versions, which its state does not tell; MMCV does not.
 
     Returns:
         torch's five keys and ``"halfstep"``. A plain torch state comes back with its five keys only: torch knows no
@@ -184,9 +185,7 @@ def _what_is_there(state: Any) -> str:
     if not isinstance(state, Mapping):
         return "it is neither a dict nor DeepSpeed's loss scaler"
     if not state:
-        return (
-            "it is empty, as a disabled torch GradScaler and Megatron-LM's ConstantGradScaler save it: no scale in it"
-        )
+        return "it is empty: a disabled torch GradScaler and Megatron-LM's ConstantGradScaler save no scale"
     keys = sorted(map(str, state))
     shown = f"its keys are {', '.join(keys[:8])}{' and more' if len(keys) > 8 else ''}"
     nearest = max(_MARKS, key=lambda name: sum(mark in state for mark in _MARKS[name]) / len(_MARKS[name]))

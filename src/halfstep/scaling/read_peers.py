@@ -8,8 +8,8 @@ overflows before it backs off.
 - DeepSpeed (with Apex's old fp16_utils and MMCV, its relatives) keeps two step numbers. With ``n = cur_iter -
   last_overflow_iter - 1`` clean steps since the last overflow, the tracker is ``n % scale_window``; where a version
   grows one step late, when ``n`` is itself a multiple of the window, it is ``(n - 1) % scale_window``.
-- The count of overflows that are still put up with runs from ``hysteresis`` down to 1 in DeepSpeed and here, and down to
-  0 and below in Megatron-LM.
+- The count of overflows that are still put up with runs from ``hysteresis`` down to 1 in DeepSpeed and here, and down
+  to 0 and below in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ class Reading:
         """``stated`` if the state says it, else the caller's setting, else ``default`` with a note."""
         self.used.add(name)
         given = self.settings.get(name)
+        if given is not None and not isinstance(given, (int, float)):
+            raise ArgumentError(
+                asked=f"settings={{{name!r}: {given!r}}}",
+                true=f"{name} is a number",
+                why=f"a {type(given).__name__} cannot be one",
+                fix="pass the number that the run was configured with",
+            )
         if stated is not None and given is not None and given != stated:
             raise ArgumentError(
                 asked=f"settings={{{name!r}: {given!r}}}",
@@ -157,12 +164,15 @@ def _read_halfstep(reading: Reading) -> Scale:
 
 def _read_torch(reading: Reading) -> Scale:
     scale = reading.scale(reading.state, "scale")
-    config = {key: reading.number(reading.state, key) for key in ("growth_factor", "backoff_factor")}
-    interval = reading.count(reading.state, "growth_interval", least=1)
-    return reading.build(
-        lambda: DynamicScale(scale, growth_interval=interval, **_wide_bounds(scale), **config),
-        {"growth_tracker": reading.count(reading.state, "_growth_tracker")},
-    )
+    settings: dict[str, Any] = {
+        "growth_factor": reading.number(reading.state, "growth_factor"),
+        "backoff_factor": reading.number(reading.state, "backoff_factor"),
+        "growth_interval": reading.count(reading.state, "growth_interval", least=1),
+        "min_scale": min(MIN_SCALE, scale),
+        "max_scale": max(MAX_SCALE, scale),
+    }
+    counters = {"growth_tracker": reading.count(reading.state, "_growth_tracker")}
+    return reading.build(lambda: DynamicScale(scale, **settings), counters)
 
 
 def _read_megatron(reading: Reading) -> Scale:
@@ -282,10 +292,6 @@ def _bounds(reading: Reading, scale: float, *, least: float) -> dict[str, float]
         "min_scale": reading.setting("min_scale", min(least, scale)),
         "max_scale": reading.setting("max_scale", max(MAX_SCALE, scale)),
     }
-
-
-def _wide_bounds(scale: float) -> dict[str, float]:
-    return {"min_scale": min(MIN_SCALE, scale), "max_scale": max(MAX_SCALE, scale)}
 
 
 def _shared(state: Mapping[str, Any]) -> dict[str, Any]:

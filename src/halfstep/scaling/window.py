@@ -54,11 +54,8 @@ class StepRecord:
         return any(p.grad is not None for p in self.parameters)
 
     def note(self, found: Inspection, device: torch.device) -> None:
-        """Take what inspection found; several calls in a window (closures) add up."""
-        self.found, self._outcome = found, None
-        parts = [flag.to(device, non_blocking=True) for flag in found.found_inf().values()]
-        if parts:
-            self.found_inf = torch.stack(parts).amax()
+        """Take what inspection found; the last call of a window counts."""
+        self.found, self.found_inf, self._outcome = found, found.any_found_inf(device), None
 
     def outcome(self, order: ParameterOrder) -> StepOutcome:
         """What the step did. Reads the host unless it is known already."""

@@ -117,8 +117,10 @@ def _counter(dynamic: DynamicScale, name: str) -> int:
 def _dropped(
     target: TargetFormat, scale: Scale, names: tuple[str, ...], state: Mapping[str, Any], source: SourceFormat
 ) -> list[str]:
-    """What ``target`` has no place for and would change how the run goes on; bounds that were only a default of ours for
-    a torch state are not news."""
+    """What ``target`` has no place for, where that changes how the run goes on.
+
+    Bounds of a torch state are left out: they are ours, not the state's.
+    """
     growth_factor = getattr(scale, "growth_factor", 2.0)
     harmless = {
         "hysteresis": 1,

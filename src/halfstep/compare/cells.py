@@ -1,0 +1,104 @@
+"""How a row's numbers are written, for the terminal's table and the report alike.
+
+Purpose: one number looks the same everywhere. Method: each cell is a function of the row. Not here: colours and layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+from halfstep.compare.rows import Row
+from halfstep.compare.words import Words
+
+PERCENT_METRICS = {"test_error", "weight_error"}
+
+
+def number(value: float) -> str:
+    """Three or four digits; an exponent only where the number is far from 1.
+
+    Example:
+        >>> number(0.04372), number(1.234e-14), number(float("nan"))
+        ('0.0437', '1.23e-14', 'nan')
+    """
+    if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}"
+    return f"{value:.2e}"
+
+
+def percent(share: float) -> str:
+    """A share as percent; 0 and 100 only where they are exact.
+
+    Example:
+        >>> percent(1.0), percent(0.9999), percent(0.125), percent(0.0), percent(0.0001)
+        ('100 %', '>99.9 %', '12.5 %', '0 %', '<0.1 %')
+    """
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
+    return f"{100 * share:.3g} %"
+
+
+def signed(text: str) -> str:
+    """With a sign, a real minus among them."""
+    return text.replace("-", "−", 1) if text.startswith("-") else f"+{text}"
+
+
+def error(row: Row) -> str:
+    """The task's metric."""
+    return f"{row.metric:.4f}"
+
+
+def difference(row: Row) -> str:
+    """The metric minus fp32's of the same seed."""
+    return "–" if row.regime == "fp32" else signed(f"{row.metric_difference_from_fp32:.4f}")
+
+
+def skipped(row: Row) -> str:
+    """Skipped of all steps."""
+    return f"{row.skipped_steps} / {row.num_steps}" if row.skipped_steps else "0"
+
+
+def zeros(row: Row) -> str:
+    """Share of zero gradients at the first and the last step."""
+    return f"{percent(row.zero_gradient_share_start)} → {percent(row.zero_gradient_share_end)}"
+
+
+def extra_zeros(row: Row) -> str:
+    """How many more than fp32 at the first and the last step, in percentage points."""
+    if row.regime == "fp32":
+        return "–"
+    return " → ".join(
+        signed(f"{100 * share:.1f}") if abs(share) >= 0.0005 else "0"
+        for share in (row.extra_zero_share_start, row.extra_zero_share_end)
+    )
+
+
+def kib(num_bytes: int) -> str:
+    """Bytes as KiB."""
+    return f"{num_bytes / 1024:,.0f} KiB" if num_bytes >= 10240 else f"{num_bytes / 1024:.1f} KiB"
+
+
+def time_ratio(row: Row, words: Words) -> str:
+    """Time per step relative to fp32, or why there is none."""
+    if row.is_emulated:
+        return words("emulated")
+    return words("not_measured") if row.step_time_ratio is None else f"× {row.step_time_ratio:.2f}"
+
+
+def scale(value: float) -> str:
+    """A power of two as such, else as a number.
+
+    Example:
+        >>> scale(8.0), scale(2.0**23), scale(1000.0)
+        ('8', '2²³', '1e+03')
+    """
+    log2 = math.log2(value)
+    if value < 2048 and value == int(value) and log2 == int(log2):
+        return str(int(value))
+    return f"2{superscript(int(log2))}" if log2 == int(log2) else f"{value:.3g}"
+
+
+def superscript(exponent: int) -> str:
+    """Raised digits, as in 2⁻²⁴."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -1,0 +1,63 @@
+"""The study's words in the reader's language.
+
+Purpose: table, report and plots look every text up here. Method: one dictionary per language with the same keys. Not here:
+names of tasks and regimes, which are the same in every language because one types them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.compare import words_en, words_zh
+from halfstep.errors import ArgumentError
+
+LANGUAGES = {"en": words_en.WORDS, "zh": words_zh.WORDS}
+
+
+@dataclass(frozen=True)
+class Words:
+    """Texts of one language.
+
+    Args:
+        code: ``"en"`` or ``"zh"``.
+        texts: key -> text.
+    """
+
+    code: str
+    texts: dict[str, str]
+
+    def __call__(self, key: str, **values: Any) -> str:
+        """The text of a key with its braces filled in."""
+        text = self.texts[key]
+        return text.format(**values) if values else text
+
+    def name_of(self, kind: str, name: str) -> str:
+        """A task's or regime's title; its plain name where the dictionary has none (one added by a user)."""
+        return self.texts.get(f"{kind}.{name}", name)
+
+
+def words_in(code: str) -> Words:
+    """The texts of a language.
+
+    Args:
+        code: ``"en"`` or ``"zh"``.
+
+    Returns:
+        Its words.
+
+    Raises:
+        ArgumentError: another language.
+
+    Example:
+        >>> words_in("zh")("stalls")
+        '停滞'
+    """
+    if code not in LANGUAGES:
+        raise ArgumentError(
+            asked=f"the language {code!r}",
+            true=f"table and report exist in {', '.join(LANGUAGES)}",
+            why="there is no translation",
+            fix="pass --lang en or --lang zh",
+        )
+    return Words(code, LANGUAGES[code])
