@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import platform
 import statistics
 import time
@@ -37,7 +38,7 @@ Step = Callable[[], None]
 def autoencoder() -> tuple[nn.Module, torch.Tensor]:
     """The deep sigmoid autoencoder of the digits task, with images drawn at random."""
     layers: list[nn.Module] = []
-    for num_in, num_out in zip(AUTOENCODER_WIDTHS, AUTOENCODER_WIDTHS[1:], strict=False):
+    for num_in, num_out in itertools.pairwise(AUTOENCODER_WIDTHS):
         layers += [nn.Linear(num_in, num_out), nn.Sigmoid()]
     return nn.Sequential(*layers[:-1]), torch.rand(AUTOENCODER_BATCH, AUTOENCODER_WIDTHS[0])
 
@@ -52,7 +53,7 @@ MODELS = {"autoencoder": autoencoder, "transformer layer": transformer_layer}
 
 
 def training_step(name: str, dtype: torch.dtype | None, emulation: contextlib.AbstractContextManager[object]) -> Step:
-    """A step of its own model: forward under autocast (unless dtype is None) and backward in the emulation, then Adam."""
+    """A step of a model of its own: forward under autocast unless dtype is None, backward, Adam."""
     torch.manual_seed(0)
     model, x = MODELS[name]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
@@ -94,13 +95,12 @@ def report(name: str, format: str, num_steps: int, num_native_steps: int) -> Non
     median = interleaved_medians(steps, counts)
     ratio = median["emulated"] / median["fp32"]
     verdict = "met" if ratio <= TARGETS[name] else "MISSED"
-    print(
-        f"{name:18} fp32 {median['fp32'] * 1e3:9.2f} ms   emulated {format} {median['emulated'] * 1e3:9.2f} ms", end=""
-    )
+    milliseconds = {version: f"{seconds * 1e3:9.2f} ms" for version, seconds in median.items()}
+    print(f"{name:18} fp32 {milliseconds['fp32']}   emulated {format} {milliseconds['emulated']}", end="")
     print(f" = {ratio:.2f} x fp32 (target {TARGETS[name]}: {verdict})", end="")
     if "native" in median:
         times = median["native"] / median["emulated"]
-        print(f"   native {format} {median['native'] * 1e3:9.2f} ms = {times:.1f} x emulated", end="")
+        print(f"   native {format} {milliseconds['native']} = {times:.1f} x emulated", end="")
     print(flush=True)
 
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# cond, while_loop, flex_attention and the like, as a dispatch mode meets them.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+
 # The stages of an optimizer between two update() calls; private in torch, yet read by Accelerate, Composer and Apex.
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as refresh_per_optimizer_state
 
 __all__ = [
+    "HigherOrderOperator",
     "HostCopy",
     "OptState",
+    "autocast_depth",
     "cpu_capabilities",
     "has_float64",
     "is_composite",
@@ -72,8 +77,16 @@ def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, factors: tu
 
 def is_composite(op: object) -> bool:
     """Whether torch computes an operation by calling others, so that its ``decompose`` takes it apart."""
-    has_kernel = getattr(op, "has_kernel_for_dispatch_key", None)  # higher-order operations are no overloads
-    return has_kernel is not None and bool(has_kernel(torch._C.DispatchKey.CompositeImplicitAutograd))
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("prim", "prims"):  # unknown to the dispatcher
+        return False
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def autocast_depth() -> int:
+    """How many ``torch.autocast`` contexts are open; torch hides the state itself inside a dispatch mode."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def cpu_capabilities() -> dict[str, bool | int | str]:

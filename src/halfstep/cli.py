@@ -26,6 +26,7 @@ try:
 except ImportError:  # `main` says what to install
     typer = None  # type: ignore[assignment]
 
+_HELP = "Half-precision training: what this machine can do, what the formats can hold, what each choice costs."
 EXIT_BAD_INPUT = 2  # what typer exits with for a bad option
 
 
@@ -39,14 +40,15 @@ def probe(as_json: Annotated[bool, typer.Option("--json", help="Print facts and 
     if as_json:
         typer.echo(json.dumps({"hardware": hardware.as_dict(), "choice": choice.as_dict()}, indent=2))
     else:
-        _console().print(_facts_table({**hardware.as_dict(), **choice.as_dict()}))
+        _console().print(_facts_table(hardware.as_dict(), choice.as_dict()))
 
 
 def formats() -> None:
     """The float formats' limits, and what each means for a gradient."""
     from halfstep.formats import formats_table
 
-    _console().print(_formats_table(formats_table()))
+    rows = formats_table()
+    _console().print(_formats_table(rows), *(f"[bold]{row['name']}[/]  {row['meaning']}" for row in rows), sep="\n")
 
 
 def compare(
@@ -80,7 +82,7 @@ def main() -> None:
     try:
         if typer is None:
             raise _no_command_line()
-        app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+        app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
         for command in (probe, formats, compare):
             app.command()(command)
         app(prog_name="halfstep")
@@ -108,25 +110,44 @@ def _console() -> Any:
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
 
 
-def _facts_table(facts: dict[str, Any]) -> Any:
+def _facts_table(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in facts.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        if value not in (None, "", []):
-            table.add_row(f"[bold]{name}[/]", text)
+    scaling = "needs loss scaling" if choice["needs_scaling"] else "needs no loss scaling"
+    memory = hardware["memory_bytes"]
+    facts = {
+        "train in": f"[bold]{choice['dtype']}[/], which {scaling}",
+        "because": choice["reason"],
+        "device": f"{hardware['name']} ({hardware['device_type']})",
+        "capability": ".".join(map(str, hardware["capability"] or ())),
+        "architecture": hardware["architecture"],
+        "features": ", ".join(hardware["features"]),
+        "native formats": ", ".join(hardware["native_formats"]),
+        "matrix units": "yes" if hardware["tensor_cores"] else "no",
+        "memory": f"{memory / 2**30:.1f} GiB" if memory else "",
+        "notes": "\n".join(hardware["notes"]),
+    }
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name, text in facts.items():
+        if text:
+            table.add_row(f"[dim]{name}[/]", text)
     return table
 
 
 def _formats_table(rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("format", "bits", "largest", "smallest normal", "smallest subnormal", "epsilon", "what it means")
+    limits = {"largest": "largest", "smallest normal": "smallest_normal", "smallest subnormal": "smallest_subnormal"}
+    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False)
+    table.add_column("format")
+    table.add_column("sign+exponent+mantissa")
+    for name in (*limits, "epsilon"):
+        table.add_column(name, justify="right")
     for row in rows:
-        numbers = [f"{row[key]:.6g}" for key in ("largest", "smallest_normal", "smallest_subnormal", "epsilon")]
-        layout = f"1+{row['exponent_bits']}+{row['mantissa_bits']}"
-        table.add_row(f"[bold]{row['name']}[/]", layout, *numbers, row["meaning"], end_section=True)
+        bits = f"1+{row['exponent_bits']}+{row['mantissa_bits']}"
+        numbers = (f"{row[key]:.6g}" for key in (*limits.values(), "epsilon"))
+        table.add_row(f"[bold]{row['name']}[/]", bits, *numbers)
     return table
 
 

@@ -1,37 +1,41 @@
 """Run the products of fp16 or bf16 on a CPU that has no arithmetic for them.
 
 A Tensor Core multiplies 16-bit numbers, adds the products up in fp32 and rounds the sum once, to 16 bits. On a CPU
-without such instructions torch does the same element by element, some thirty times slower than fp32. ``emulate``
-gets the same result at about the speed of fp32: under it every matrix product, convolution and attention whose tensors
-have the format's dtype reads them as fp32 (exact), runs torch's fp32 kernel, and rounds the result once. Sums may pass
-the format's largest value on the way and come back; only a result that ends beyond it becomes inf.
+without such instructions torch's own 16-bit products are 26 to 62 times slower than fp32 (measured on two of them).
+``emulate`` gives the Tensor Core's result at about the speed of fp32: tensors of the format are read as fp32, which is
+exact, torch's fp32 kernel runs, and its result is rounded once. Sums may pass the format's largest value on the way;
+only a result that ends beyond it becomes inf.
 
-It is a ``TorchDispatchMode``: it sits below autograd and autocast, so it sees forward and backward, casts that
-``torch.autocast`` has made, double backward and recomputation alike. It looks at each operation once, by name:
+It is a ``TorchDispatchMode``, below autograd and autocast. So it sees forward and backward, autocast's casts, double
+backward and recomputation alike, and knows every operation by name:
 
-    products      mm bmm addmm addmv addbmm baddbmm addr mv dot vdot and what is built of them (linear, matmul, einsum,
-                  tensordot, bilinear, RNN cells, GRU), with their in-place and ``out=`` forms; grouped_mm
-    convolutions  1d, 2d, 3d, transposed, conv_tbc; forward and backward
-    attention     torch's CPU flash attention, forward and backward, with the roundings of a GPU flash kernel: scores,
-                  softmax and the running sums stay fp32; the probabilities, and in the backward pass the gradients of
-                  the scores, are rounded to 16 bits because the next product reads them; outputs are rounded once
-    refused       the fused inference kernels of TransformerEncoderLayer and MultiheadAttention, and oneDNN's fused LSTM
+    products      mm bmm addmm addmv addbmm baddbmm mv dot vdot and what torch builds of them (linear, matmul, einsum,
+                  tensordot, RNN, GRU, most LSTMs), in-place and ``out=`` forms; bilinear; grouped_mm
+    convolutions  1d, 2d, 3d, transposed, conv_tbc, forward and backward
+    attention     torch's CPU flash attention, forward and backward, with the roundings of a GPU's flash kernel: scores,
+                  softmax and running sums stay in fp32; the probabilities, and in the backward pass the gradients of
+                  the scores, are rounded, because the next product reads them; every output is rounded once
+    refused       with ``UnsupportedError``: the fused inference kernels of TransformerEncoderLayer and
+                  MultiheadAttention, oneDNN's fused LSTM, and higher-order operations (flex_attention, cond)
 
-Everything else runs as it is: element-wise operations, softmax and normalisation are rounded to 16 bits by torch
-itself. Tensors of another dtype, of mixed dtypes, sparse, quantized or on another device go straight to torch and meet
-torch's own errors.
+Everything else runs as it is: torch itself rounds element-wise operations, softmax and normalisation to 16 bits. So do
+products of other dtypes, of mixed ones, of sparse or nested tensors, or on other devices, with torch's own errors.
 
-Not the same as a GPU: the order of the fp32 additions (two GPUs differ in it as well); cuDNN adds a convolution's bias
-in a second rounding, here there is one; a GPU's flash kernel subtracts the running maximum of its tile before it
-rounds the probabilities, here the maximum of the row. Time measured under emulation says nothing about any GPU.
+What differs from a GPU: the order of the fp32 additions (it differs between GPUs too); a GPU may add a convolution's
+bias with a second rounding, here there is one; a GPU's flash kernel scales the probabilities by the largest score so
+far before it rounds them, here by the row's largest. What differs from torch without emulation: under
+``torch.inference_mode`` torch hides autocast from any dispatch mode, so that operations which autocast does not list
+(einsum, GRU) keep the dtype of their tensors; use ``torch.no_grad``. Time under emulation says nothing about a GPU.
 
-Sources: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.3, which trained in this way on
-cards without Tensor Cores; Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2.
+Sources: Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.3, for products with fp32
+accumulation; Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2, and flash_fwd_kernel.h and
+flash_bwd_kernel.h of Dao-AILab/flash-attention for what is rounded where.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -40,9 +44,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep._compat import is_composite
+from halfstep._compat import HigherOrderOperator, autocast_depth, is_composite
 from halfstep.errors import ArgumentError, UnsupportedError
-from halfstep.formats import BF16, FP16, FloatFormat, format_of
+from halfstep.formats import BF16, FP16, FP32, FloatFormat, format_of
+from halfstep.hardware import Hardware, probe
 
 aten = torch.ops.aten
 
@@ -91,14 +96,46 @@ def emulate(format: str | torch.dtype | FloatFormat = "fp16") -> Emulation:
     if fmt not in (FP16, BF16):
         raise ArgumentError(
             asked=f"emulate({fmt.name!r})",
-            true="emulation computes products of fp16 or bf16 tensors in fp32 and rounds them once",
-            why=f"torch has no products of {fmt.name} tensors on a CPU that could be replaced so",
+            true="emulation is for products of fp16 and bf16 tensors",
+            why=f"products of {fmt.name} are not what a CPU lacks: there is nothing to replace",
             fix='pass "fp16" or "bf16"; to round values to any format use halfstep.formats.round_to',
         )
     return Emulation(fmt)
 
 
-class Emulation(TorchDispatchMode, contextlib.ContextDecorator):
+def needs_emulation(dtype: str | torch.dtype | FloatFormat) -> bool:
+    """Whether this machine's CPU lacks instructions for products of a dtype, so that ``emulate`` makes them faster.
+
+    Args:
+        dtype: fp32, fp16 or bf16, by name, dtype or as a FloatFormat.
+
+    Returns:
+        False for fp32 and wherever ``halfstep.probe("cpu")`` calls the format native. Nothing is timed.
+
+    Raises:
+        ArgumentError: another format.
+
+    Example:
+        >>> needs_emulation(torch.float32)
+        False
+    """
+    fmt = format_of(dtype)
+    if fmt not in (FP32, FP16, BF16):
+        raise ArgumentError(
+            asked=f"needs_emulation({fmt.name!r})",
+            true="emulation is for products of fp16 and bf16 tensors",
+            why=f"no CPU multiplies {fmt.name} tensors, with or without emulation",
+            fix="ask for fp16, bf16 or fp32",
+        )
+    return fmt.name not in _this_cpu().native_formats
+
+
+@functools.cache
+def _this_cpu() -> Hardware:
+    return probe("cpu")
+
+
+class Emulation(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore[no-untyped-call]  # torch's is
     """What ``emulate`` returns: a dispatch mode that replaces the products of one format.
 
     Args:
@@ -109,8 +146,11 @@ class Emulation(TorchDispatchMode, contextlib.ContextDecorator):
         'fp16'
     """
 
+    # torch then asks us about higher-order operations, and we can refuse them by name.
+    supports_higher_order_operators = True
+
     def __init__(self, format: FloatFormat) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         assert format in (FP16, BF16), format
         self.format = format
         self.dtype = torch.float16 if format == FP16 else torch.bfloat16
@@ -379,12 +419,15 @@ def _row_max(scores: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _refuse(why: str, fix: str) -> _Rule:
+def _refuse(why: str, fix: str, *, under_autocast: bool = False) -> _Rule:
+    """A rule that raises where tensors of the format are given, or fp32 ones that autocast would cast within."""
+
     def rule(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(tensor.dtype is mode.dtype and tensor.is_cpu for tensor in _tensors_in(args, kwargs)):
+        is_concerned = any(tensor.dtype is mode.dtype and tensor.is_cpu for tensor in _tensors_in(args, kwargs))
+        if not is_concerned and not (under_autocast and autocast_depth() > 0):
             return NotImplemented
         raise UnsupportedError(
-            asked=f"{op} on {mode.format.name} tensors under halfstep.emulate({mode.format.name!r})",
+            asked=f"{op} in {mode.format.name} under halfstep.emulate({mode.format.name!r})",
             true="emulation replaces single products, convolutions and attention",
             why=why,
             fix=fix,
@@ -394,19 +437,23 @@ def _refuse(why: str, fix: str) -> _Rule:
 
 
 _FAST_PATH_FIX = "call torch.backends.mha.set_fastpath_enabled(False) first, or keep the module in training mode"
+_PLAIN_FIX = "call the functions directly (for flex_attention: torch.nn.functional.scaled_dot_product_attention)"
 _REFUSALS = {
     "_transformer_encoder_layer_fwd": _refuse(
-        "the inference kernel of torch.nn.TransformerEncoderLayer fuses six products and rounds inside", _FAST_PATH_FIX
+        "the inference kernel of torch.nn.TransformerEncoderLayer fuses several products and rounds in between",
+        _FAST_PATH_FIX,
+        under_autocast=True,  # which it does not heed below a dispatch mode: it would run in fp32
     ),
     "_native_multi_head_attention": _refuse(
-        "the inference kernel of torch.nn.MultiheadAttention fuses four products and rounds inside", _FAST_PATH_FIX
+        "the inference kernel of torch.nn.MultiheadAttention fuses several products and rounds in between",
+        _FAST_PATH_FIX,
     ),
     "mkldnn_rnn_layer": _refuse(
-        "oneDNN's LSTM fuses all time steps into one kernel, and has none for this dtype on a CPU without native support",
-        "run it under torch.backends.mkldnn.flags(enabled=False), which takes it apart into products that are emulated, "
-        "or in fp32 under torch.autocast('cpu', enabled=False)",
+        "oneDNN's LSTM fuses all time steps into one kernel, and has none for this format on such a CPU",
+        "run it in fp32 under torch.autocast('cpu', enabled=False), or set torch.backends.mkldnn.enabled = False, which "
+        "takes it apart into products that are emulated",
     ),
-}  # fmt: skip
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which rule for which operation
@@ -422,30 +469,16 @@ _ATTENTION = {
 }
 
 
-def _without_autocast(rule: _Rule) -> _Rule:
-    """Run a rule with autocast off.
-
-    Autocast has acted above us already, but where it has no opinion on an operation, such as attention's backward, it
-    is still on, and would cast the fp32 products of the rule down again.
-    """
-
-    def guarded(mode: Emulation, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_autocast_enabled("cpu"):
-            return rule(mode, op, args, kwargs)
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            return rule(mode, op, args, kwargs)
-        finally:
-            torch.set_autocast_enabled("cpu", True)
-
-    return guarded
-
-
 class _RuleOf(dict[_Op, "_Rule | None"]):
     """Operation -> its rule, or None: one dictionary look-up for each operation that torch runs."""
 
     def __missing__(self, op: _Op) -> _Rule | None:
-        self[op] = rule = _by_its_parts if is_composite(op) else None
+        rule: _Rule | None = None
+        if isinstance(op, HigherOrderOperator):
+            rule = _refuse("it runs functions of yours as one operation, below where emulation looks", _PLAIN_FIX)
+        elif is_composite(op):
+            rule = _by_its_parts
+        self[op] = rule
         return rule
 
 
@@ -466,4 +499,4 @@ def _build_rules() -> Iterator[tuple[_Op | None, _Rule]]:
         yield _overload(name, "default"), rule
 
 
-_RULES = _RuleOf({op: _without_autocast(rule) for op, rule in _build_rules() if op is not None})
+_RULES = _RuleOf({op: rule for op, rule in _build_rules() if op is not None})

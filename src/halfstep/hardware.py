@@ -323,20 +323,35 @@ def probe(device: str | torch.device | int | None = None) -> Hardware:
     return readers.get(target.type, _read_other)(target)
 
 
+def as_device(device: str | torch.device | int) -> torch.device:
+    """The torch.device that a string or index means, with halfstep's error where it means none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            asked=f"the device {device!r}",
+            true=f"torch knows no such device ({str(error).splitlines()[0]})",
+            why="there is nothing to run on or to read facts from",
+            fix='pass "cpu", "cuda", "cuda:1", "mps" or "xpu"',
+        ) from None
+
+
+def count_devices(device_type: str) -> int | None:
+    """How many devices of a type this machine has; None where torch has no module that could say."""
+    if device_type == "cpu":
+        return 1
+    module = getattr(torch, device_type, None)
+    if module is None or not hasattr(module, "is_available") or not hasattr(module, "device_count"):
+        return None
+    return int(module.device_count()) if module.is_available() else 0
+
+
 def _resolve(device: str | torch.device | int | None) -> torch.device:
     if device is None:
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if current is None else current
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(
-            asked=f"to probe the device {device!r}",
-            true=f"torch knows no such device ({str(error).splitlines()[0]})",
-            why="there is nothing to read facts from",
-            fix='pass "cpu", "cuda", "cuda:1", "mps" or "xpu", or nothing for the current device',
-        ) from None
-    count = _count_devices(target.type)
+    target = as_device(device)
+    count = count_devices(target.type)
     if count is not None and (target.index or 0) >= count:
         raise UnsupportedError(
             asked=f"to probe the device {device!r}",
@@ -345,16 +360,6 @@ def _resolve(device: str | torch.device | int | None) -> torch.device:
             fix="pass a device that is there, or describe the absent one by hand with halfstep.hardware.Hardware",
         )
     return target
-
-
-def _count_devices(device_type: str) -> int | None:
-    """How many devices of a type there are; None where torch has no module that could say."""
-    if device_type == "cpu":
-        return 1
-    module = getattr(torch, device_type, None)
-    if module is None or not hasattr(module, "is_available") or not hasattr(module, "device_count"):
-        return None
-    return int(module.device_count()) if module.is_available() else 0
 
 
 def _read_cuda(device: torch.device) -> Hardware:

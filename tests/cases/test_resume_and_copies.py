@@ -42,7 +42,8 @@ def test_MP_13_the_saved_scale_and_skips_come_back(make_scaler, param):
 RUN = textwrap.dedent("""
     import math, sys, warnings
     import torch, halfstep
-    warnings.simplefilter("ignore", halfstep.errors.SkippedStepWarning)
+    from halfstep.errors import SkippedStepWarning
+    warnings.simplefilter("ignore", SkippedStepWarning)
     start, stop, optimizer_text, scaler_text, load, save = sys.argv[1:]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -101,7 +102,7 @@ def test_MP_13_a_checkpoint_without_scaler_state_is_not_taken_in_silence(make_sc
 
 
 def stages(scaler, p, optimizer):
-    """The moments of one window, each reached from the one before."""
+    """The moments of one window, each reached from the one before; the gradient of p is 1."""
     yield "fresh"
     scaler.scale(p.sum()).backward()
     yield "scaled"
@@ -142,6 +143,7 @@ def tensors_in(value, seen=None):
     {"scale": halfstep.NoScale()},
     {"scale": halfstep.StaticScale(128.0)},
     {"scale": halfstep.AdaptiveScale(8.0)},
+    {"enabled": False},
 ], ids=lambda options: str(options)[:30])  # fmt: skip
 def test_MP_53_a_copy_can_be_made_at_every_moment(make_scaler, param, duplicate, options):
     p = param([1.0])

@@ -59,11 +59,11 @@ def test_MP_07_the_optimizers_with_gradients_decide_the_scale(make_scaler, param
 @every_optimizer
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_ and step"])
 def test_MP_07_a_window_without_any_gradient_counts_for_nothing(make_scaler, param, make_optimizer, unscales):
-    a, frozen = param([1.0]), param([1.0])
+    a, frozen, elsewhere = param([1.0]), param([1.0]), param([1.0])
     frozen.requires_grad_(False)
     optimizer, scaler = make_optimizer([a, frozen]), make_scaler(growth_interval=2)
-    scaler.scale(torch.tensor(1.0))
     for _ in range(5):
+        scaler.scale(elsewhere.sum()).backward()
         if unscales:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)

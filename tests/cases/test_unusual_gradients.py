@@ -9,7 +9,10 @@ from torch import nn
 import halfstep
 from halfstep.kernels.inspect import inspect
 
-pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),  # torch.optim.Adagrad's own
+]
 SGD = torch.optim.SGD
 CPU = torch.device("cpu")
 

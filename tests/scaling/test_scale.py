@@ -66,8 +66,8 @@ def megatron(overflows, *, init, interval, hysteresis):
 
 def deepspeed(overflows, *, init, interval, hysteresis):
     """DeepSpeed's DynamicLossScaler with consecutive_hysteresis (runtime/fp16/loss_scaler.py)."""
-    scale, iteration, last, left, seen = init, 0, -1, hysteresis, []
-    for found in overflows:
+    scale, last, left, seen = init, -1, hysteresis, []
+    for iteration, found in enumerate(overflows):
         if found:
             if left == 1:
                 scale *= 0.5
@@ -78,7 +78,6 @@ def deepspeed(overflows, *, init, interval, hysteresis):
             left = hysteresis
             if (iteration - last) % interval == 0:
                 scale *= 2
-        iteration += 1
         seen.append(scale)
     return seen
 

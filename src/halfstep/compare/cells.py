@@ -8,50 +8,68 @@ from __future__ import annotations
 import math
 
 from halfstep.compare.rows import Row
+from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 
-PERCENT_METRICS = {"test_error", "weight_error"}
+
+
+def verdict(row: Row, words: Words) -> str:
+    """The verdict's word; fp32 that matches itself is called the reference."""
+    return words("reference" if is_plain_reference(row) else row.verdict.value)
+
+
+def is_plain_reference(row: Row) -> bool:
+    """Whether this is fp32's row, and fp32 trained."""
+    return row.regime == "fp32" and row.verdict is Verdict.MATCHES
 
 
 def number(value: float) -> str:
-    """Three or four digits; an exponent only where the number is far from 1.
+    """Four decimals, or two digits and an exponent where four decimals would show nothing.
 
     Example:
-        >>> number(0.04372), number(1.234e-14), number(float("nan"))
-        ('0.0437', '1.23e-14', 'nan')
+        >>> number(0.04372), number(1.234e-14), number(0.0), number(float("nan"))
+        ('0.0437', '1.2e-14', '0', 'nan')
     """
-    if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}"
-    return f"{value:.2e}"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
 
 
 def percent(share: float) -> str:
     """A share as percent; 0 and 100 only where they are exact.
 
     Example:
-        >>> percent(1.0), percent(0.9999), percent(0.125), percent(0.0), percent(0.0001)
-        ('100 %', '>99.9 %', '12.5 %', '0 %', '<0.1 %')
+        >>> [percent(share).replace("\N{NO-BREAK SPACE}", " ") for share in (1.0, 0.9999, 0.125, 0.0, 0.0001)]
+        ['100 %', '>99.9 %', '12.5 %', '0 %', '<0.1 %']
     """
+    text = f"{100 * share:.3g}"
     if 0 < share < 0.001:
-        return "<0.1 %"
+        text = "<0.1"
     if 0.999 < share < 1:
-        return ">99.9 %"
-    return f"{100 * share:.3g} %"
+        text = ">99.9"
+    return f"{text}\N{NO-BREAK SPACE}%"
 
 
 def signed(text: str) -> str:
-    """With a sign, a real minus among them."""
+    """With its sign; a real minus, and none for zero.
+
+    Example:
+        >>> signed("0.5"), signed("-0.5"), signed("0")
+        ('+0.5', '−0.5', '0')
+    """
+    if text in ("0", "nan"):
+        return text
     return text.replace("-", "−", 1) if text.startswith("-") else f"+{text}"
 
 
 def error(row: Row) -> str:
     """The task's metric."""
-    return f"{row.metric:.4f}"
+    return number(row.metric)
 
 
 def difference(row: Row) -> str:
     """The metric minus fp32's of the same seed."""
-    return "–" if row.regime == "fp32" else signed(f"{row.metric_difference_from_fp32:.4f}")
+    return "–" if row.regime == "fp32" else signed(number(row.metric_difference_from_fp32))
 
 
 def skipped(row: Row) -> str:

@@ -123,14 +123,14 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) ->
             name,
             xy=(x, y),
             xycoords="data",
-            xytext=(1.035, height),
+            xytext=(1.045, height),
             textcoords="axes fraction",
             color=color,
             va="center",
             fontsize=14,
             fontweight="bold",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 1, "shrinkA": 2, "shrinkB": 2},
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 1, "shrinkA": 1, "shrinkB": 2, "relpos": (0, 0.5)},
         )
 
 

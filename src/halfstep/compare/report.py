@@ -153,7 +153,7 @@ def render_page(study: Study, shown: dict[str, dict[str, Any]], words: Words) ->
             captions=_captions(study, shown, words),
             limits={task.name: limits_of(task) for task in study.settings.tasks},
             constants={task.name: task.constant_metric(task.build_data()) for task in study.settings.tasks},
-            emulated=", ".join(study.machine["emulated_regimes"]),
+            emulated=", ".join(study.machine["emulated_formats"]),
             has_english_plots=plot_words(words)[0].code != words.code,
             command=_command(study, words),
         )

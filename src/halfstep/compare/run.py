@@ -172,7 +172,7 @@ def compare(settings: Settings, progress: Progress = lambda done, total, name: N
 
 def machine_facts(settings: Settings) -> dict[str, Any]:
     """What a reader needs to know of the machine to believe a number."""
-    emulated = [regime.name for regime in settings.regimes if Precision(regime, settings.device).is_emulated]
+    emulated = [regime for regime in settings.regimes if Precision(regime, settings.device).is_emulated]
     hardware = probe(settings.device)
     return {
         "device": settings.device.type,
@@ -182,7 +182,8 @@ def machine_facts(settings: Settings) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "halfstep": halfstep.__version__,
-        "emulated_regimes": emulated,
+        "emulated_regimes": [regime.name for regime in emulated],
+        "emulated_formats": list(dict.fromkeys(regime.format.name for regime in emulated)),
     }
 
 
@@ -234,6 +235,7 @@ def _rows_of(task: Task, settings: Settings, runs: dict[tuple[str, str, int], Ru
     references = [runs[task.name, REFERENCE.name, seed] for seed in seeds]
     for regime in settings.regimes:
         ratio = seconds[regime.name] / seconds[REFERENCE.name] if regime.name in seconds else None
+        ratio = 1.0 if regime is REFERENCE else ratio
         yield make_row(task, [runs[task.name, regime.name, seed] for seed in seeds], references, step_time_ratio=ratio)
 
 

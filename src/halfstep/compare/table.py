@@ -62,12 +62,12 @@ def _table(study: Study, task: Task, words: Words) -> Any:
 
 
 def _cells(row: Row, words: Words) -> list[str]:
-    look = _LOOKS[row.verdict]
+    look, mark = ("dim", " ") if cells.is_plain_reference(row) else (_LOOKS[row.verdict], _MARKS[row.verdict])
     return [
         row.regime,
         cells.error(row),
         cells.difference(row),
-        f"[{look}]{_MARKS[row.verdict]} {words(row.verdict.value)}[/]",
+        f"[{look}]{mark} {cells.verdict(row, words)}[/]",
         cells.skipped(row),
         cells.zeros(row),
         cells.kib(row.peak_activation_bytes),

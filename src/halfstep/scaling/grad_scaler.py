@@ -28,9 +28,8 @@ from torch import Tensor
 from halfstep._compat import OptState, refresh_per_optimizer_state
 from halfstep.errors import HalfstepWarning, warn
 from halfstep.kernels.inspect import Inspection, inspect
-from halfstep.scaling import closures, refusals
+from halfstep.scaling import closures, fused_sgd, refusals
 from halfstep.scaling.culprit import Culprit, ParameterOrder
-from halfstep.scaling.fused_sgd import seed_momentum
 from halfstep.scaling.loss import LossSeen, check_loss
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale, checked_count, checked_scale
 from halfstep.scaling.settings import scale_from, widened_bounds
@@ -251,12 +250,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        self._check_scale_growth_tracker("step")
+        closure, args = closures.split_closure(args, kwargs)
+        if closure is None:  # a closure scales its loss when it is evaluated
+            self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise refusals.stepped_already(optimizer)
         record = self._record(optimizer)
-        closure, args = closures.split_closure(args, kwargs)
         if closure is None and not record.has_gradients():
             self._seen.check(optimizer)
             self._count_idle(optimizer, record)
@@ -306,10 +306,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         found, found_inf = record.found, record.found_inf
         if found is None or found_inf is None:  # gradients, but not one element in them
             return optimizer.step(*args, **kwargs)
-        if not seed_momentum(optimizer) and found_inf.item() != 0:
+        if fused_sgd.is_special(optimizer) and found_inf.item() != 0:
             return None
         users = getattr(optimizer, "grad_scale", None)
         divisor = users if is_unscaled else scale * restraint(found, scale) * (1.0 if users is None else users)
+        fused_sgd.seed_momentum(optimizer, divisor)
         try:
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
             return optimizer.step(*args, **kwargs)

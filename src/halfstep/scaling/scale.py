@@ -165,7 +165,7 @@ class Scale:
             other = type(self)(**{f.name: state[f.name] for f in dataclasses.fields(self) if f.init})
             numbers = {name: _like(start, state[name], name) for name, start in other._numbers.items()}
             other.set_(numbers.pop("scale"))
-        except (HalfstepError, TypeError, ValueError) as error:
+        except (HalfstepError, TypeError, ValueError, OverflowError) as error:
             raise StateError(
                 asked=f"load_state_dict({state!r})",
                 true=str(error).split("\n", 1)[0],
@@ -441,7 +441,7 @@ class AdaptiveScale(_BoundedScale):
         mean.add_(away * new_weight.clamp(min=1 - self._MEAN_DECAY))
         weight = new_weight.clamp(min=1 - self._VARIANCE_DECAY)
         spread = (away * torch.where(informative, level - mean, 0.0)).clamp(min=0)  # Welford's product
-        variance.copy_(torch.where(informative, torch.lerp(variance, spread, weight), variance))
+        variance.add_(torch.where(informative, (spread - variance) * weight, 0.0))
 
     def _next(self, state: dict[str, Tensor], clean: Tensor, informative: Tensor) -> Tensor:
         scale = state["scale"]
@@ -456,7 +456,7 @@ class AdaptiveScale(_BoundedScale):
 
 def checked_scale(value: float, name: str) -> float:
     """``value`` as a float, if it is finite, positive and has a finite reciprocal in fp32."""
-    number = float(value)
+    number = float(value)  # ValueError and TypeError say enough about what is no number
     if not (math.isfinite(number) and SMALLEST_SCALE <= number <= FP32.largest):
         raise ArgumentError(
             asked=f"{name}={value!r}",
@@ -493,7 +493,8 @@ def checked_backoff_factor(value: float) -> float:
 
 def checked_count(value: int, name: str) -> int:
     """``value`` as an int, if it is a whole number that fits an int32 counter and is at least 1."""
-    if isinstance(value, bool) or int(value) != value or not 1 <= value < 2**31:
+    is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
+    if not (is_whole and 1 <= value < 2**31):
         raise ArgumentError(
             asked=f"{name}={value!r}",
             true=f"{name} counts steps",

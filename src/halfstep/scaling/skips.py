@@ -80,8 +80,8 @@ class SkipLog:
         moved = f"the scale went from {old_scale:g} to {new_scale:g}" if new_scale != old_scale else "the scale stays"
         return (
             f"Step {self.steps} was skipped: {_bad_gradient(culprit)}; {moved}. With a dynamic scale a few skips are"
-            f" normal while the scale finds its level. Skips so far: {self.skipped_steps}; the next warning comes at ten"
-            " times as many."
+            f" normal while the scale finds its level. Skips so far: {self.skipped_steps}; the next warning comes at"
+            " ten times as many."
         )
 
     def _repeat(self, culprit: Culprit | None, scale: float) -> None:
