@@ -274,6 +274,8 @@ def test_an_option_that_cannot_take_effect_is_refused(options, asked, fix):
         ({"moments": "int4"}, r"moments='int4' in a policy[\s\S]*moments is one of fp32, bf16, int8"),
         ({"master": "kahan"}, r"master='kahan'[\s\S]*none, fp32, split, split8, stochastic"),
         ({"scaling": "log"}, r"scaling='log'[\s\S]*none, static, dynamic, adaptive"),
+        ({"tf32": 1}, r"tf32=1 in a policy[\s\S]*true, false"),
+        ({"master": Moments.FP32}, r"master=<Moments.FP32: 'fp32'> in a policy"),
         ({"cast_forward_inputs": "maybe"}, r"cast_forward_inputs='maybe'[\s\S]*true, false"),
     ],
 )

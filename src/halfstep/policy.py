@@ -78,7 +78,8 @@ class Policy:
         param_dtype: dtype of the model's weights.
         compute_dtype: dtype of matrix products and convolutions. With fp32 weights torch.autocast casts to it; with
             16-bit weights it is theirs.
-        tf32: whether fp32 products read their inputs as tf32.
+        tf32: whether fp32 products read their inputs as tf32. (Without it torch still lets cuDNN's convolutions do so,
+            unless ``torch.backends.cudnn.conv.fp32_precision`` is ``"ieee"``.)
         output_dtype: dtype that ``cast_output`` gives to the model's outputs; None leaves them.
         reduce_dtype: dtype in which gradients are summed across ranks; None is the gradients' own.
         grad_dtype: dtype in which gradients of 16-bit weights are accumulated; None is the weights' own.
@@ -282,7 +283,7 @@ def _read_option(name: str, value: Any) -> Any:
     spelled = str(value).strip().lower()
     if name in _KNOWN:
         known = _KNOWN[name]
-        if value in known.values():
+        if isinstance(value, (bool, enum.Enum)) and value in known.values():
             return value
         if spelled in known:
             return known[spelled]
@@ -337,7 +338,7 @@ def _refuse_contradictions(policy: Policy) -> None:
             "leave scaling out (a GradScaler with NoScale still checks for inf and NaN), or use fp16",
         ),
         (
-            policy.grad_dtype not in (None, torch.float32) or (not is_half and policy.grad_dtype is not None),
+            policy.grad_dtype not in (None, torch.float32),
             f"grad_dtype={_spell(policy.grad_dtype)} with param_dtype={weights}",
             "gradients have the dtype of their weights, and accumulate in it or in fp32",
             "leave grad_dtype out, or use fp32 with 16-bit weights",

@@ -172,7 +172,9 @@ def test_a_torch_run_goes_on(window, before, after):
     state = scaler.state_dict()
     read = read_scaler_state(state)
     assert read == state
-    assert list(halfstep_scales(loaded(read), after)) == list(torch_scales(start, [*before, *after]))[len(before) :]
+    expected = list(torch_scales(start, [*before, *after]))[len(before) :]
+    assume(all(2.0**-14 <= scale <= 2.0**24 for scale in expected))  # torch has no bounds, the loading scaler has
+    assert list(halfstep_scales(loaded(read), after)) == expected
 
 
 @moderately
@@ -180,7 +182,7 @@ def test_a_torch_run_goes_on(window, before, after):
 def test_an_apex_run_goes_on(window, before, after):
     peer = Apex(window)
     run(peer, before)
-    state = silently(read_scaler_state, peer.state(), {"growth_interval": window})
+    state = silently(read_scaler_state, peer.state(), {"growth_interval": window, "min_scale": 2.0**-100})
     assert list(halfstep_scales(loaded(state), after)) == list(peer_scales(peer, after))
 
 

@@ -54,7 +54,7 @@ REGIMES: dict[str, Regime] = {
         Regime("fp32", FP32, NoScale),
         _fp16("fp16-unscaled", NoScale),
         _fp16("fp16-static-8", partial(StaticScale, 8.0), in_quick=False),
-        _fp16("fp16-static-1024", partial(StaticScale, 1024.0)),
+        _fp16("fp16-static-1024", partial(StaticScale, 1024.0), in_quick=False),
         _fp16("fp16-dynamic", partial(DynamicScale, growth_interval=200)),
         _fp16("fp16-dynamic-from-8", partial(DynamicScale, 8.0, growth_interval=2000), in_quick=False),
         _fp16("fp16-dynamic-from-8-fast", partial(DynamicScale, 8.0, growth_interval=200), in_quick=False),

@@ -213,8 +213,13 @@ def _jobs(settings: Settings) -> list[_Job]:
 
 
 def _in_this_process(jobs: Sequence[_Job]) -> Iterator[Run]:
-    for job in jobs:
-        yield job.run()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the worker processes: matrices this small lose by being shared out
+    try:
+        for job in jobs:
+            yield job.run()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:

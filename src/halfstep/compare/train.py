@@ -10,6 +10,7 @@ Not here: time per step (timing.py), verdicts (verdict.py).
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from halfstep.formats import FloatFormat
 from halfstep.hardware import probe
 from halfstep.scaling.grad_scaler import GradScaler
 
-NUM_CURVE_POINTS = 50  # enough for a smooth curve; an evaluation costs about as much as a step
+NUM_CURVE_POINTS = 40  # at most; enough for a smooth curve, and an evaluation costs about as much as a step
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def train(task: Task, regime: Regime, seed: int, *, num_epochs: int, device: tor
 
 def _loop(trainer: Trainer, notes: _Notes, num_epochs: int) -> None:
     batches = list(trainer.batches(num_epochs))
-    every = max(len(batches) // NUM_CURVE_POINTS, 1)
+    every = math.ceil(len(batches) / NUM_CURVE_POINTS)
     for step, batch in enumerate(batches):
         if step % every == 0:
             notes.curve.append(trainer.evaluate(step))

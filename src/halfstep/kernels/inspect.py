@@ -199,8 +199,8 @@ def _norms_by_blocks(values: list[Tensor]) -> Tensor:
             short.append(flat[num_full:])
             short_owners.append(owner)
     if short:
-        whole.append(torch.stack([norm.double() for norm in torch._foreach_norm(short, 2)]))
-    block_norms = torch.cat([w.double() for w in whole]) if len(whole) > 1 else whole[0].double()
+        whole.append(torch.stack(torch._foreach_norm(short, 2)))
+    block_norms = torch.cat(whole).double()
     owner_of: Tensor | None = None  # None: each gradient is one piece, in order
     norms = block_norms
     if owners:
@@ -218,9 +218,9 @@ def _norms_by_blocks(values: list[Tensor]) -> Tensor:
 
 def _flat_view(values: Tensor) -> Tensor:
     """The elements as one row; their order does not matter. A copy only where strides leave gaps or overlap."""
-    if is_dense(values) and not values.is_contiguous():
-        return values.as_strided((values.numel(),), (1,))
-    return values.reshape(-1)
+    if values.is_contiguous() or not is_dense(values):
+        return values.reshape(-1)
+    return values.as_strided((values.numel(),), (1,))
 
 
 def _block_norms_16_bit(flat: Tensor) -> Tensor:

@@ -1,0 +1,39 @@
+"""Regimes are plain data: fresh scales, fp32 weights, nothing shared."""
+
+import pickle
+
+import torch
+
+from halfstep.compare.regimes import REGIMES
+from halfstep.compare.tasks import TASKS
+
+
+def test_every_regime_of_the_study_is_there():
+    wanted = "fp32 fp16-unscaled fp16-static-8 fp16-static-1024 fp16-dynamic fp16-dynamic-from-8 fp16-adaptive bf16"
+    assert set(wanted.split()) <= REGIMES.keys()
+
+
+def test_first_scales():
+    first = {name: regime.build_scale().get() for name, regime in REGIMES.items()}
+    assert first["fp32"] == first["fp16-unscaled"] == first["bf16"] == 1.0
+    assert first["fp16-static-8"] == first["fp16-dynamic-from-8"] == 8.0
+    assert first["fp16-static-1024"] == 1024.0
+    assert first["fp16-dynamic"] == 2.0**14
+
+
+def test_two_runs_share_no_scale():
+    regime = REGIMES["fp16-dynamic"]
+    scale = regime.build_scale()
+    scale.set_(2.0)
+    assert regime.build_scale().get() == 2.0**14
+
+
+def test_fp32_is_the_only_regime_without_autocast():
+    assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32"]
+    assert REGIMES["bf16"].autocast_dtype is torch.bfloat16
+    assert REGIMES["fp16-dynamic"].autocast_dtype is torch.float16
+
+
+def test_tasks_and_regimes_travel_to_worker_processes():
+    for value in (*REGIMES.values(), *TASKS.values()):
+        assert pickle.loads(pickle.dumps(value)).name == value.name
