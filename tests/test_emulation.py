@@ -184,6 +184,14 @@ def test_grouped_mm(with_out_dtype):
     assert set(spy.products) <= {FP32, torch.int32}
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="this torch has no lists of products")
+def test_lists_of_products():
+    a, b = [half(5, 33), half(4, 6)], [half(33, 7), half(6, 2)]
+    with emulate("fp16"):
+        results = torch._foreach_mm(a, b)
+    assert all(torch.equal(result, (x.float() @ y.float()).half()) for result, x, y in zip(results, a, b, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Forms and layouts
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,14 +360,17 @@ def test_attention_gradients_are_close_and_in_the_format():
 
 
 def test_probabilities_are_rounded_before_they_meet_the_values():
-    """exp(-18) is below half of fp16's smallest subnormal: 2048 keys of that weight vanish, though 2048 * exp(-18) * 6e4
-    would be 1.8."""
+    """exp(-18) is below half of fp16's smallest subnormal: 2048 keys of that weight vanish, 2048 exp(-18) 6e4 = 1.9."""
     query, key = torch.ones(1, 1, 1, 1).half(), torch.full((1, 1, 2049, 1), -18.0).half()
     key[0, 0, 0] = 0.0
     value = torch.full_like(key, 60000.0)
     value[0, 0, 0] = 0.0
     with emulate("fp16"):
         assert F.scaled_dot_product_attention(query, key, value, scale=1.0).item() == 0.0
+        values = value.clone().requires_grad_()
+        F.scaled_dot_product_attention(query, key, values, scale=1.0).backward(torch.full((1, 1, 1, 1), 60000.0).half())
+    assert values.grad.flatten()[0] == 60000.0
+    assert values.grad.flatten()[1:].count_nonzero() == 0  # 60000 * exp(-18) would be 9e-4
     assert F.scaled_dot_product_attention(query.float(), key.float(), value.float(), scale=1.0).item() > 1.0
     assert F.scaled_dot_product_attention(query, key, value, scale=1.0).item() == 0.0  # as torch's own fp16 kernel
 
@@ -394,7 +405,9 @@ def test_logsumexp_is_fp32_and_laid_out_as_torchs():
 
 
 def test_attention_keeps_the_layout_that_projections_give_it():
-    query, key, value = (half(2, 10, 3, 16).transpose(1, 2) for _ in range(3))  # [batch, length, heads, width] in memory
+    query, key, value = (
+        half(2, 10, 3, 16).transpose(1, 2) for _ in range(3)
+    )  # [batch, length, heads, width] in memory
     with emulate("fp16"):
         assert F.scaled_dot_product_attention(query, key, value).transpose(1, 2).is_contiguous()
 
@@ -719,14 +732,19 @@ def test_mixed_dtypes_meet_torchs_error():
             F.conv2d(half(1, 1, 3, 3), half(1, 1, 3, 3), torch.randn(1))
 
 
-def test_sparse_meta_fake_and_nested_tensors_are_torchs_business():
-    a = half(4, 4)
-    nested = torch.nested.as_nested_tensor([half(2, 4), half(3, 4)], layout=torch.jagged)
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a: a.to("meta") @ a.to("meta"),
+        lambda a: a.to_sparse() @ a,
+        lambda a: F.linear(torch.nested.as_nested_tensor([a, a[:2]], layout=torch.jagged), a),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+def test_tensors_that_are_not_dense_cpu_tensors_are_torchs_business(product):
     with spied() as spy:
-        assert (a.to("meta") @ a.to("meta")).device.type == "meta"
-        torch.testing.assert_close(a.to_sparse() @ a, a @ a, rtol=1e-2, atol=1e-2)
-        assert F.linear(nested, a).is_nested
-    assert HALF in spy.products
+        product(half(4, 4))
+    assert set(spy.products) == {HALF}
 
 
 def test_fake_tensors_get_shapes_and_dtypes():

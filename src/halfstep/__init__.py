@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from halfstep.hardware import choose_dtype as choose_dtype
     from halfstep.hardware import probe as probe
     from halfstep.policy import Policy as Policy
+    from halfstep.scaling.adaptive import AdaptiveScale as AdaptiveScale
     from halfstep.scaling.grad_scaler import GradScaler as GradScaler
-    from halfstep.scaling.scale import AdaptiveScale as AdaptiveScale
     from halfstep.scaling.scale import DynamicScale as DynamicScale
     from halfstep.scaling.scale import NoScale as NoScale
     from halfstep.scaling.scale import StaticScale as StaticScale
 
 # Public name -> module that defines it. Loaded on first use, so that `import halfstep` costs next to nothing.
 _PUBLIC = {
-    "AdaptiveScale": "halfstep.scaling.scale",
+    "AdaptiveScale": "halfstep.scaling.adaptive",
     "DynamicScale": "halfstep.scaling.scale",
     "FloatFormat": "halfstep.formats",
     "GradScaler": "halfstep.scaling.grad_scaler",
@@ -35,7 +35,7 @@ _PUBLIC = {
     "probe": "halfstep.hardware",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_PUBLIC, "__version__"])
 
 
 def __getattr__(name: str) -> object:

@@ -75,7 +75,7 @@ def test_a_scale_brings_the_first_layer_back():
 @pytest.mark.parametrize("task", ["autoencoder-tanh", "autoencoder-relu"])
 def test_tanh_and_relu_keep_gradients_in_range(task):
     unscaled, reference = run(task, "fp16-unscaled", epochs=1), run(task, "fp32", epochs=1)
-    assert unscaled.start.zero_share - reference.start.zero_share < 0.01
+    assert unscaled.start.zero_share - reference.start.zero_share < 0.05  # the sigmoid loses 0.47
 
 
 def test_runs_of_one_seed_start_alike_and_of_two_seeds_do_not():

@@ -25,7 +25,8 @@ from halfstep.errors import (
     UnsupportedError,
 )
 from halfstep.scaling import settings
-from halfstep.scaling.scale import AdaptiveScale, DynamicScale, NoScale, StaticScale
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.scale import DynamicScale, NoScale, StaticScale
 from halfstep.scaling.skips import StepOutcome
 
 INF, NAN = float("inf"), float("nan")

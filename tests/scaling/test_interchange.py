@@ -20,7 +20,7 @@ from halfstep.scaling.interchange import convert, detect_format, read_scaler_sta
 
 pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepWarning")
 FIVE = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
-ROOMY = {"max_scale": 2.0**100}  # the peers have no upper bound
+ROOMY = {"max_scale": 2.0**120}  # the peers have no upper bound
 
 
 # -- the peers, as their sources describe them ------------------------------------------------------------------------
@@ -74,10 +74,10 @@ class Megatron:
 class DeepSpeed:
     """deepspeed/runtime/fp16: DynamicLossScaler.update_scale (not late) and FP16_Optimizer._update_scale (late)."""
 
-    def __init__(self, window, hysteresis=1, consecutive=False, *, late=False):
+    def __init__(self, window, hysteresis=1, consecutive=False, *, late=False, factor=2.0):
         self.late = late
         self.cur_scale, self.cur_iter, self.last_overflow_iter = 2.0**10, 0, -1
-        self.scale_factor, self.scale_window, self.min_scale = 2.0, window, 1.0
+        self.scale_factor, self.scale_window, self.min_scale = factor, window, 1.0
         self.delayed_shift = self.cur_hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive
         self.dynamic = True
@@ -211,9 +211,9 @@ def test_a_deepspeed_zero_run_goes_on(window, hysteresis, consecutive, before, a
 
 
 @moderately
-@given(windows, faults_of_any_kind, faults_of_any_kind)
-def test_an_mmcv_run_goes_on(window, before, after):
-    peer = DeepSpeed(window)
+@given(windows, st.sampled_from([2.0, 4.0]), faults_of_any_kind, faults_of_any_kind)
+def test_an_mmcv_run_goes_on(window, factor, before, after):
+    peer = DeepSpeed(window, factor=factor)
     run(peer, before)
     state = {k: v for k, v in peer.state().items() if k not in ("cur_hysteresis", "dynamic_loss_scale")}
     state = silently(read_scaler_state, {**state, "mode": "dynamic"}, ROOMY)

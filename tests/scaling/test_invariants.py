@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.scaling.scale import AdaptiveScale, DynamicScale, NoScale, StaticScale
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.scale import DynamicScale, NoScale, StaticScale
 
 pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.HalfstepWarning")
 

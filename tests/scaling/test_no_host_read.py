@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.kernels import inspect as inspection
-from halfstep.scaling.scale import AdaptiveScale, DynamicScale, NoScale
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.scale import DynamicScale, NoScale
 
 HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 

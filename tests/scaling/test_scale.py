@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from halfstep.errors import ArgumentError, FactorError, StateError
-from halfstep.scaling.scale import AdaptiveScale, DynamicScale, NoScale, Scale, StaticScale
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.scale import DynamicScale, NoScale, Scale, StaticScale
 
 CPU = torch.device("cpu")
 FOUR_PARTS = r"(.|\n)*true:(.|\n)*why:(.|\n)*fix:"

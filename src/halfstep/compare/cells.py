@@ -12,7 +12,6 @@ from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 
 
-
 def verdict(row: Row, words: Words) -> str:
     """The verdict's word; fp32 that matches itself is called the reference."""
     return words("reference" if is_plain_reference(row) else row.verdict.value)

@@ -18,8 +18,9 @@ from functools import partial
 
 import torch
 
-from halfstep.formats import FP16, FP32, BF16, FloatFormat
-from halfstep.scaling.scale import AdaptiveScale, DynamicScale, NoScale, Scale, StaticScale
+from halfstep.formats import BF16, FP16, FP32, FloatFormat
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.scale import DynamicScale, NoScale, Scale, StaticScale
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,6 @@ WORDS = {
     "plot.normal": "exact to 11 bits",
     "plot.too_large": "inf",
     "plot.magnitude": "size of a gradient element, as fp16 sees it",
-    "plot.elements": "elements",
     "plot.gradients_title": "What fp16 does to the gradients of the first step",
     "plot.scale": "loss scale",
     "plot.needed": "scale that half of the first layer's gradients need",

@@ -112,7 +112,6 @@ WORDS = {
     "plot.normal": "精确到 11 位",
     "plot.too_large": "inf",
     "plot.magnitude": "梯度元素的大小（fp16 所见）",
-    "plot.elements": "元素个数",
     "plot.gradients_title": "fp16 对第一步梯度做了什么",
     "plot.scale": "损失缩放因子",
     "plot.needed": "首层一半的梯度所需的缩放因子",

@@ -68,13 +68,6 @@ class Inspection:
         parts = [largest.max().float().to(device, non_blocking=True) for largest in self.largest.values()]
         return _stacked(parts, device).amax()
 
-    def any_found_inf(self, device: torch.device) -> Tensor | None:
-        """``found_inf`` over all devices, on ``device``; None if there was no gradient."""
-        parts = [flag.to(device, non_blocking=True) for flag in self.found_inf.values()]
-        if len(parts) <= 1:
-            return parts[0] if parts else None
-        return torch.stack(parts).amax()
-
     def faults(self) -> dict[int, FaultKind]:
         """Position and kind of every gradient that is not finite. Reads on the host: for reports, not for steps."""
         found: dict[int, FaultKind] = {}

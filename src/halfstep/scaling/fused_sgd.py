@@ -36,7 +36,8 @@ def seed_momentum(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> N
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         elif not is_whole_group:
             for p in first:
-                gradient = p.grad if divisor is None else p.grad / divisor.to(p.device)  # type: ignore[operator]
+                assert p.grad is not None
+                gradient = p.grad if divisor is None else p.grad / divisor.to(p.device)
                 optimizer.state[p]["momentum_buffer"] = gradient * (group["dampening"] / group["momentum"])
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect as python_inspect
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,18 +25,19 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import OptState, refresh_per_optimizer_state
-from halfstep.errors import HalfstepWarning, warn
+from halfstep.errors import warn
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures, fused_sgd, refusals
+from halfstep.scaling.checks import checked_count, checked_scale
 from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.loss import LossSeen, check_loss
-from halfstep.scaling.scale import DynamicScale, NoScale, Scale, checked_count, checked_scale
+from halfstep.scaling.scale import DynamicScale, NoScale, Scale
 from halfstep.scaling.settings import scale_from, widened_bounds
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, restraint
 from halfstep.scaling.widen import HALF_DTYPES, needs_widening, widened
-from halfstep.scaling.window import PendingWindow, StepRecord, refuse_shared
+from halfstep.scaling.window import Books, any_found_inf
 
 # torch's key -> the scale's own name for the same state
 _SHARED_KEYS = {
@@ -47,7 +47,6 @@ _SHARED_KEYS = {
     "growth_interval": "growth_interval",
     "_growth_tracker": "growth_tracker",
 }
-NO_GRADIENT_STEPS = 100  # steps without any gradient after which an optimizer is mentioned, once
 
 
 class GradScaler(TorchNames, torch.amp.GradScaler):
@@ -122,18 +121,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         self._rule = scale_from(settings, scale) if enabled else NoScale()
         self._has_free_bounds = scale is None and min_scale is None and max_scale is None
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._order = ParameterOrder(model)
-        self._log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
-        self._start_window()
+        log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
+        self._begin(Books(log, ParameterOrder(model)))
 
-    def _start_window(self) -> None:
+    def _begin(self, books: Books) -> None:
+        self._books = books
         self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
-        self._records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
-        self._last_records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
-        self._idle_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._pending: PendingWindow | None = None
-        self._saturated = torch.zeros((), dtype=torch.int64)
         self._seen = LossSeen()
+        self._saturated = torch.zeros((), dtype=torch.int64)
 
     # -- the loss -------------------------------------------------------------------------------------------------
 
@@ -153,7 +148,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            self._order.learn(outputs)
+            self._books.order.learn(outputs)
             wide = outputs.float() if outputs.dtype in HALF_DTYPES and outputs.numel() == 1 else outputs
             scaled = wide * self._rule.value(outputs.device)
             self._seen.loss(scaled)
@@ -194,7 +189,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             raise refusals.unscaled_already(optimizer, state["stage"])
-        refuse_shared(self._record(optimizer), optimizer, self._records)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, reciprocal(scale), found_inf, False)
         state["stage"] = OptState.UNSCALED
@@ -202,7 +196,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = [p.grad for p in self._record(optimizer).parameters if p.grad is not None]
+        gradients = [p.grad for p in self._books.record(optimizer).parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype in (torch.float16, torch.complex32) for g in gradients):
             raise refusals.fp16_gradients(optimizer)
         found = self._inspect(optimizer)
@@ -217,17 +211,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return found_inf
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> Inspection:
-        record = self._record(optimizer)
+        record = self._books.record(optimizer)
         found = inspect([p.grad for p in record.parameters], largest=self._rule.needs_largest)
-        scale = self._scale
-        assert scale is not None, "checked by every caller"
-        record.note(found, scale.device)
+        record.note(found)
         return found
-
-    def _record(self, optimizer: torch.optim.Optimizer) -> StepRecord:
-        if optimizer not in self._records:
-            self._records[optimizer] = self._last_records[optimizer] = StepRecord.of(optimizer)
-        return self._records[optimizer]
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -256,17 +243,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise refusals.stepped_already(optimizer)
-        record = self._record(optimizer)
+        record = self._books.record(optimizer)
         if closure is None and not record.has_gradients():
             self._seen.check(optimizer)
-            self._count_idle(optimizer, record)
             result = optimizer.step(*args, **kwargs)
         else:
-            self._idle_steps.pop(optimizer, None)
-            refuse_shared(record, optimizer, self._records)
             result = self._checked_step(optimizer, state, closure, args, kwargs)
         state["stage"] = OptState.STEPPED
-        record.is_stepped = True
+        self._books.stepped(optimizer, record)
         return result
 
     def _checked_step(
@@ -294,7 +278,12 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             return self._step_in_kernel(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
+        self._decide(optimizer, state)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def _decide(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Tensor | None:
+        scale, _ = self._check_scale_growth_tracker("step")
+        return self._books.record(optimizer).decide(state["found_inf_per_device"], scale.device)
 
     def _step_in_kernel(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The optimizer's kernel unscales while it steps, and writes nothing where found_inf is set."""
@@ -302,8 +291,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         is_unscaled = state["stage"] is OptState.UNSCALED
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
-        record = self._record(optimizer)
-        found, found_inf = record.found, record.found_inf
+        found, found_inf = self._books.record(optimizer).found, self._decide(optimizer, state)
         if found is None or found_inf is None:  # gradients, but not one element in them
             return optimizer.step(*args, **kwargs)
         if fused_sgd.is_special(optimizer) and found_inf.item() != 0:
@@ -320,7 +308,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def _step_with_closure(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: closures.Closure, args: Any, kwargs: Any
     ) -> Any:
-        if any(p.dtype in HALF_DTYPES for p in self._record(optimizer).parameters):
+        record = self._books.record(optimizer)
+        if any(p.dtype in HALF_DTYPES for p in record.parameters):
             raise refusals.closure_with_16_bit(optimizer)
         before = closures.Snapshot(optimizer)
 
@@ -330,7 +319,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
                 loss = closure()
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if self._record(optimizer).outcome(self._order).kind == "skipped":
+            self._decide(optimizer, state)
+            if record.outcome(self._books.order).kind == "skipped":
                 raise closures.BadEvaluation
             is_scaled = any(loss is scaled for scaled in scaled_losses)
             return loss.detach() / self._rule.value(loss.device) if is_scaled else loss
@@ -340,16 +330,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         except closures.BadEvaluation:
             before.restore()
             return None
-
-    def _count_idle(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> None:
-        count = self._idle_steps[optimizer] = self._idle_steps.get(optimizer, 0) + 1
-        if count == NO_GRADIENT_STEPS:
-            names = self._order.names_of(record.parameters[:3], record.group_ends)
-            warn(
-                f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
-                f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
-                HalfstepWarning,
-            )
 
     # -- the next window ------------------------------------------------------------------------------------------
 
@@ -372,32 +352,22 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._set_scale(self._checked_new_scale(new_scale))
         else:
             self._update_by_rule(scale.device)
-        window = PendingWindow(list(self._records.values()), old_scale, self._rule.value(scale.device))
         self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
-        self._records = weakref.WeakKeyDictionary()
         self._seen.clear()
-        earlier, self._pending = self._pending, window
-        if earlier is not None:
-            earlier.settle(self._log, self._order)
-        if scale.device.type == "cpu":  # nothing to wait for
-            self._settle()
+        self._books.close(old_scale, self._rule.value(scale.device))
 
     def _update_by_rule(self, device: torch.device) -> None:
-        flags = [
-            flag.to(device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
-        if flags:
-            # Others may have put counts there; the rule wants exactly 0 or 1.
-            self._rule.update_(torch.stack(flags).amax().clamp(max=1.0), self._largest(device))
-        elif not any(record.is_stepped for record in self._records.values()):
+        states = self._per_optimizer_states.values()
+        found_inf = any_found_inf((f for s in states for f in s["found_inf_per_device"].values()), device)
+        if found_inf is not None:
+            self._rule.update_(found_inf, self._largest(device))
+        elif not any(record.is_stepped for record in self._books.records()):
             raise refusals.nothing_checked()
 
     def _largest(self, device: torch.device) -> Tensor | None:
         if not self._rule.needs_largest:
             return None
-        found = [record.found for record in self._records.values() if record.found is not None]
+        found = [record.found for record in self._books.records() if record.found is not None]
         return torch.stack([f.total_largest(device) for f in found]).amax()
 
     def _checked_new_scale(self, new_scale: float | Tensor) -> float:
@@ -412,21 +382,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     # -- what happened --------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.settle(self._log, self._order)
-
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
         """What the last ``step(optimizer)`` did, and who was at fault if it was skipped. Reads the device.
 
         Raises:
             CallOrderError: this scaler has not stepped the optimizer yet.
         """
-        record = self._last_records.get(optimizer)
-        if record is None or not record.is_stepped:
-            raise refusals.never_stepped(optimizer)
-        return record.outcome(self._order)
+        return self._books.outcome(optimizer)
 
     def was_step_applied(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last ``step(optimizer)`` changed its weights: step a scheduler or an EMA only then. Reads the
@@ -437,16 +399,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped so far, saved and loaded with the state. Reads the device."""
-        if self._enabled:
-            self._settle()
-        return self._log.skipped_steps
+        self._books.settle()
+        return self._books.log.skipped_steps
 
     @property
     def culprit(self) -> Culprit | None:
         """Who was at fault in the last skipped step; None if there was none. Reads the device."""
-        if self._enabled:
-            self._settle()
-        return self._log.culprit
+        return self._books.culprit()
 
     @property
     def saturated_weights(self) -> int:
@@ -455,7 +414,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Use the model's names in reports; needed again after copying or unpickling a scaler."""
-        self._order.name(model)
+        self._books.order.name(model)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -467,7 +426,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        self._settle()
+        self._books.settle()
         shared = {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
@@ -476,7 +435,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             "_growth_tracker": self._get_growth_tracker(),
         }
         own = {name: value for name, value in self._rule.state_dict().items() if name not in _SHARED_KEYS.values()}
-        return {**shared, "halfstep": {**own, **self._log.state_dict()}}
+        return {**shared, "halfstep": {**own, **self._books.log.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: halfstep's, or torch's own five entries. All of it or nothing.
@@ -502,8 +461,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         except (TypeError, ValueError) as error:
             raise refusals.bad_state(state_dict, error) from error
         self._rule.load_state_dict(rule_state)
-        self._log.load_counts(counts)
-        self._pending = None
+        self._books.forget_pending()
+        self._books.log.load_counts(counts)
 
     def _rule_state(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The scale's own state, from torch's entries, what halfstep saved, and fresh counters for the rest."""
@@ -516,22 +475,19 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep scale, counters and settings; not the present window, nor references to parameters."""
-        if not self._enabled:
-            return self.__dict__.copy()
-        self._settle()
-        dropped = ("_per_optimizer_states", "_records", "_last_records", "_idle_steps", "_seen", "_order", "_saturated")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+        self._books.settle()
+        dropped = ("_per_optimizer_states", "_books", "_seen", "_saturated")
+        kept = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return {**kept, "log": self._books.log}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._enabled:
-            self._order = ParameterOrder()
-            self._start_window()
+        self._begin(Books(self.__dict__.pop("log"), ParameterOrder()))
 
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        return f"GradScaler({self._device!r}, {self._rule!r}, skipped_steps={self._log.skipped_steps})"
+        return f"GradScaler({self._device!r}, {self._rule!r}, skipped_steps={self._books.log.skipped_steps})"
 
 
 @functools.cache

@@ -22,16 +22,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from halfstep.errors import ArgumentError, HalfstepError, StateError
-from halfstep.scaling.scale import (
-    MAX_SCALE,
-    MIN_SCALE,
-    AdaptiveScale,
-    DynamicScale,
-    NoScale,
-    Scale,
-    StaticScale,
-    checked_scale,
-)
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.checks import checked_scale
+from halfstep.scaling.scale import MAX_SCALE, MIN_SCALE, DynamicScale, NoScale, Scale, StaticScale
 
 SourceFormat = Literal["halfstep", "torch", "deepspeed", "deepspeed-zero", "megatron", "apex"]
 APEX_KEY = r"loss_scaler\d+"

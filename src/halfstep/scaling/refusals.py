@@ -157,3 +157,13 @@ def bad_state(state: dict[str, object], error: Exception) -> StateError:
         why="a run cannot continue from this value; nothing was loaded",
         fix="load a checkpoint from before the damage, or start with a fresh scaler",
     )
+
+
+def shared_parameters(optimizer: torch.optim.Optimizer, other: object, num_shared: int) -> ArgumentError:
+    """Two optimizers that hold the same parameter meet in one window."""
+    return ArgumentError(
+        asked=f"step() of {type(optimizer).__name__} after {type(other).__name__} in one window",
+        true=f"{num_shared} parameters with gradients belong to both optimizers",
+        why="their gradients would be unscaled twice, and stepped twice with one backward pass",
+        fix="give each parameter to one optimizer, or call update() and backward() between the two steps",
+    )

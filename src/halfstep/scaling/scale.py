@@ -8,7 +8,7 @@ section 3.2). What differs between the classes here is how the next scale follow
 - :class:`StaticScale` stays where it was set.
 - :class:`DynamicScale` doubles after ``growth_interval`` clean steps and halves on overflow (future work in
   section 3.2; the rule is Apex's), with hysteresis (DeepSpeed, Megatron-LM) and a tolerated overflow rate (fairseq).
-- :class:`AdaptiveScale` aims the largest gradient below fp16's largest value, from statistics of log2(largest).
+- :class:`~halfstep.scaling.adaptive.AdaptiveScale` aims the largest gradient below fp16's largest value, from statistics of log2(largest).
 
 A scale is finite, positive and between its bounds at all times; invalid state is refused as a whole. Nothing here reads
 the device: ``update_`` enqueues a few kernels on 0-dim tensors. Scales that these classes choose are powers of two, so
@@ -26,13 +26,20 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import update_scale_
-from halfstep.errors import ArgumentError, FactorError, HalfstepError, StateError
-from halfstep.formats import FP16, FP32
+from halfstep.errors import ArgumentError, HalfstepError, StateError
+from halfstep.formats import FP32
+from halfstep.scaling.checks import (
+    SMALLEST_SCALE,
+    checked_backoff_factor,
+    checked_count,
+    checked_growth_factor,
+    checked_scale,
+    outside,
+)
 
 MIN_SCALE = 2.0**-14  # from 2**16, thirty halvings: no forward pass is rescued by going lower
 MAX_SCALE = 2.0**24  # moves fp16's smallest subnormal, 2**-24, to 1: gradients below 2**-48 move no fp32 weight
 INIT_SCALE = 2.0**14  # the largest power of two for which an fp16 loss gradient of 1, doubled once by a sum, still fits
-SMALLEST_SCALE = FP32.smallest_normal  # below it, 1/scale is inf in fp32
 
 
 @dataclass(eq=False)
@@ -94,7 +101,7 @@ class Scale:
         value = checked_scale(new_scale, "new_scale")
         low, high = self.bounds()
         if not low <= value <= high:
-            raise _outside("new_scale", value, low, high)
+            raise outside("new_scale", value, low, high)
         self._write({"scale": value})
 
     @property
@@ -237,7 +244,9 @@ class StaticScale(Scale):
 
 
 @dataclass(eq=False)
-class _BoundedScale(Scale):
+class BoundedScale(Scale):
+    """A scale that moves between two bounds; use one of the subclasses."""
+
     init_scale: float = INIT_SCALE
     min_scale: float = field(default=MIN_SCALE, kw_only=True)
     max_scale: float = field(default=MAX_SCALE, kw_only=True)
@@ -247,7 +256,7 @@ class _BoundedScale(Scale):
         self.min_scale = checked_scale(self.min_scale, "min_scale")
         self.max_scale = checked_scale(self.max_scale, "max_scale")
         if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise _outside("init_scale", self.init_scale, self.min_scale, self.max_scale)
+            raise outside("init_scale", self.init_scale, self.min_scale, self.max_scale)
 
     def bounds(self) -> tuple[float, float]:
         """``(min_scale, max_scale)``."""
@@ -255,7 +264,7 @@ class _BoundedScale(Scale):
 
 
 @dataclass(eq=False)
-class DynamicScale(_BoundedScale):
+class DynamicScale(BoundedScale):
     """Double after ``growth_interval`` clean steps, halve on overflow, stay within bounds.
 
     Args:
@@ -361,156 +370,6 @@ class DynamicScale(_BoundedScale):
         moved = grew | (backs_off > 0)
         state["steps_since_rescale"].masked_fill_(moved, 0)
         state["overflows_since_rescale"].masked_fill_(moved, 0)
-
-
-@dataclass(eq=False)
-class AdaptiveScale(_BoundedScale):
-    """Aim the largest gradient just below fp16's largest value, by what the last gradients were. Experimental.
-
-    The running mean and deviation of ``log2`` of the largest unscaled gradient give a level that one step in a thousand
-    passes; the scale is the largest power of two that keeps that level ``margin`` octaves below 65504. Every overflow
-    widens the margin by one octave, every clean step narrows it by ``1 / narrow_interval``. A step that overflowed says
-    nothing about the gradients' size, so it never enters the statistics. Until the first gradient that is not entirely
-    zero, the scale doubles at each step.
-
-    The ancestor is OpenSeq2Seq's LogMax scaler (NVIDIA, 2018), which feeds a non-finite step into its mean, and has no
-    margin for what the weights' gradients do not show: activations' gradients are larger.
-
-    Args:
-        init_scale: first scale.
-        min_scale: the scale never goes below this.
-        max_scale: the scale never goes above this.
-        margin_log2: octaves kept free at least, for activation gradients larger than any weight gradient.
-        narrow_interval: clean steps that undo one octave of margin won by an overflow.
-
-    Example:
-        >>> scale = AdaptiveScale()
-        >>> _ = scale.value(torch.device("cpu"))
-        >>> scale.update_(found_inf=torch.tensor(1.0), largest=torch.tensor(float("inf"))); scale.get() == 2**13
-        True
-    """
-
-    kind: ClassVar[str] = "adaptive"
-    needs_largest: ClassVar[bool] = True
-    margin_log2: float = field(default=2.0, kw_only=True)
-    narrow_interval: int = field(default=1000, kw_only=True)
-
-    _MEAN_DECAY: ClassVar[float] = 0.99
-    _VARIANCE_DECAY: ClassVar[float] = 0.999
-    _DEVIATIONS: ClassVar[float] = 3.09  # a normal variable exceeds mean + 3.09 deviations once in a thousand
-
-    def _check(self) -> None:
-        super()._check()
-        self.narrow_interval = checked_count(self.narrow_interval, "narrow_interval")
-        for name, value in (("init_scale", self.init_scale), ("min_scale", self.min_scale)):
-            if math.frexp(value)[0] != 0.5:
-                raise ArgumentError(
-                    asked=f"AdaptiveScale({name}={value!r})",
-                    true="an adaptive scale moves between powers of two",
-                    why="a factor that is not a power of two rounds every gradient",
-                    fix=f"pass {2.0 ** round(math.log2(value))!r}",
-                )
-        if not (math.isfinite(self.margin_log2) and self.margin_log2 >= 0):
-            raise ArgumentError(
-                asked=f"margin_log2={self.margin_log2!r}",
-                true="the margin is the number of octaves kept free below the largest fp16 value, 0 or more",
-                why="a negative margin aims above the largest value: every step would overflow",
-                fix="pass a number from 0 to 8",
-            )
-
-    def _fresh(self) -> dict[str, float | int]:
-        return {"scale": self.init_scale, "mean": 0.0, "variance": 0.0, "extra_margin": 0.0, "num_seen": 0}
-
-    def update_(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
-        """Learn from a clean step, widen the margin on overflow; see :meth:`Scale.update_`."""
-        assert largest is not None, "needs_largest"
-        state = self._state()
-        clean = found_inf == 0
-        informative = clean & (largest > 0)
-        self._learn_(state, informative, torch.log2(largest) - torch.log2(state["scale"]))
-        extra = state["extra_margin"]
-        extra.copy_(torch.where(clean, (extra - 1 / self.narrow_interval).clamp(min=0), extra + 1))
-        state["scale"].copy_(self._next(state, clean, informative))
-
-    def _learn_(self, state: dict[str, Tensor], informative: Tensor, level: Tensor) -> None:
-        """Exponential mean and variance of ``level``; the first steps weigh equally, so that no start value lingers."""
-        mean, variance, seen = state["mean"], state["variance"], state["num_seen"]
-        seen.add_(informative.to(torch.int32))
-        new_weight = 1 / seen.clamp(min=1).float()
-        away = torch.where(informative, level - mean, 0.0)
-        mean.add_(away * new_weight.clamp(min=1 - self._MEAN_DECAY))
-        weight = new_weight.clamp(min=1 - self._VARIANCE_DECAY)
-        spread = (away * torch.where(informative, level - mean, 0.0)).clamp(min=0)  # Welford's product
-        variance.add_(torch.where(informative, (spread - variance) * weight, 0.0))
-
-    def _next(self, state: dict[str, Tensor], clean: Tensor, informative: Tensor) -> Tensor:
-        scale = state["scale"]
-        high_level = state["mean"] + self._DEVIATIONS * state["variance"].sqrt()
-        room = math.log2(FP16.largest) - self.margin_log2 - state["extra_margin"] - high_level
-        aimed = torch.exp2(room.clamp(-126, 127).floor())
-        unknown = state["num_seen"] == 0
-        aimed = torch.where(unknown, scale * 2, torch.minimum(aimed, scale * 2))  # grow one octave a step at most
-        aimed = torch.where(clean, torch.where(informative | unknown, aimed, scale), torch.minimum(aimed, scale / 2))
-        return aimed.clamp(self.min_scale, self.max_scale)
-
-
-def checked_scale(value: float, name: str) -> float:
-    """``value`` as a float, if it is finite, positive and has a finite reciprocal in fp32."""
-    number = float(value)  # ValueError and TypeError say enough about what is no number
-    if not (math.isfinite(number) and SMALLEST_SCALE <= number <= FP32.largest):
-        raise ArgumentError(
-            asked=f"{name}={value!r}",
-            true=f"a loss scale is an fp32 number from {SMALLEST_SCALE:.3g} to {FP32.largest:.3g}",
-            why="inf, NaN, zero and negative scales destroy gradients, and below that range 1/scale is inf",
-            fix="pass a positive number such as 2.0**14",
-        )
-    return number
-
-
-def checked_growth_factor(value: float) -> float:
-    """``value`` if it is finite and above 1; the first words are torch's."""
-    if not (math.isfinite(value) and value > 1.0):
-        raise FactorError(
-            asked=f"The growth factor must be > 1.0. Got growth_factor={value!r}",
-            true="the scale is multiplied by it after a clean growth interval",
-            why="at 1 or below, or not finite, the scale would never grow or would leave every format",
-            fix="pass 2.0",
-        )
-    return float(value)
-
-
-def checked_backoff_factor(value: float) -> float:
-    """``value`` if it lies strictly between 0 and 1; the first words are torch's."""
-    if not 0.0 < value < 1.0:
-        raise FactorError(
-            asked=f"The backoff factor must be < 1.0. Got backoff_factor={value!r}",
-            true="the scale is multiplied by it after an overflow",
-            why="at 1 or above the overflow would repeat for ever; at 0 or below no gradient would be left",
-            fix="pass 0.5",
-        )
-    return float(value)
-
-
-def checked_count(value: int, name: str) -> int:
-    """``value`` as an int, if it is a whole number that fits an int32 counter and is at least 1."""
-    is_whole = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-    if not (is_whole and 1 <= value < 2**31):
-        raise ArgumentError(
-            asked=f"{name}={value!r}",
-            true=f"{name} counts steps",
-            why="a count is a whole number, at least 1, and fits 32 bits",
-            fix="pass a whole number such as 2000",
-        )
-    return int(value)
-
-
-def _outside(name: str, value: float, low: float, high: float) -> ArgumentError:
-    return ArgumentError(
-        asked=f"{name}={value!r}",
-        true=f"the bounds are min_scale={low!r} and max_scale={high!r}",
-        why="a scale outside its bounds could never be reached or left again",
-        fix=f"choose {name} within the bounds, or widen them",
-    )
 
 
 def _dtype_of(number: float) -> torch.dtype:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.scaling import refusals
-from halfstep.scaling.scale import MAX_SCALE, MIN_SCALE, DynamicScale, Scale, checked_scale
+from halfstep.scaling.checks import checked_scale
+from halfstep.scaling.scale import MAX_SCALE, MIN_SCALE, DynamicScale, Scale
 
 # The settings of the dynamic scale that GradScaler makes, with the constructor's defaults (torch's for the first four).
 DEFAULTS: dict[str, Any] = {

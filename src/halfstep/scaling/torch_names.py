@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import NotScaledError
-from halfstep.scaling.scale import Scale, checked_backoff_factor, checked_count, checked_growth_factor
+from halfstep.scaling.checks import checked_backoff_factor, checked_count, checked_growth_factor
+from halfstep.scaling.scale import Scale
 
 
 class TorchNames:

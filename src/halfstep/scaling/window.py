@@ -1,24 +1,28 @@
 """What is known about the optimizers of one window, and when the host learns it.
 
 A record is made when an optimizer's gradients are inspected and holds device tensors only. Asking it for the outcome
-reads the host; closing the window sends three kinds of numbers towards the host (scale before, scale after, found_inf
-of each optimizer) and settles the window before.
+reads the host; closing a window sends its numbers towards the host (scale before, scale after, found_inf of each
+optimizer) and settles the window before.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from halfstep._compat import HostCopy
-from halfstep.errors import ArgumentError
+from halfstep.errors import ArgumentError, HalfstepWarning, warn
 from halfstep.kernels.inspect import Inspection
-from halfstep.scaling.culprit import ParameterOrder
+from halfstep.scaling import refusals
+from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.skips import SkipLog, StepOutcome
+
+NO_GRADIENT_STEPS = 100  # steps without any gradient after which an optimizer is mentioned, once
 
 
 @dataclass(eq=False)
@@ -53,18 +57,26 @@ class StepRecord:
         """Whether any parameter has a gradient now."""
         return any(p.grad is not None for p in self.parameters)
 
-    def note(self, found: Inspection, device: torch.device) -> None:
-        """Take what inspection found; the last call of a window counts."""
-        self.found, self.found_inf, self._outcome = found, found.any_found_inf(device), None
+    def note(self, found: Inspection) -> None:
+        """Take what inspection found; the last look in a window counts."""
+        self.found, self._outcome = found, None
+
+    def decide(self, found_inf_per_device: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | None:
+        """Take what the step is decided by: inspection's flags, or what others made of them, such as ranks agreeing."""
+        self.found_inf, self._outcome = any_found_inf(found_inf_per_device.values(), device), None
+        return self.found_inf
 
     def outcome(self, order: ParameterOrder) -> StepOutcome:
         """What the step did. Reads the host unless it is known already."""
+        return self._outcome or self.settle(self.found_inf is not None and self.found_inf.item() != 0, order)
+
+    def settle(self, is_bad: bool, order: ParameterOrder) -> StepOutcome:
+        """What the step did, now that the host knows its found_inf."""
         if self._outcome is None:
-            is_bad = self.found_inf is not None and self.found_inf.item() != 0
-            self._outcome = self._settled(is_bad, order)
+            self._outcome = self._outcome_of(is_bad, order)
         return self._outcome
 
-    def _settled(self, is_bad: bool, order: ParameterOrder) -> StepOutcome:
+    def _outcome_of(self, is_bad: bool, order: ParameterOrder) -> StepOutcome:
         if self.found_inf is None:
             return StepOutcome("no_gradients")
         if not is_bad:
@@ -73,22 +85,13 @@ class StepRecord:
         return StepOutcome("skipped", order.culprit(self.parameters, faults, self.group_ends) if faults else None)
 
 
-def refuse_shared(
-    record: StepRecord, optimizer: torch.optim.Optimizer, others: weakref.WeakKeyDictionary[object, StepRecord]
-) -> None:
-    """Two optimizers that step one parameter would unscale its gradient twice."""
-    for other, other_record in others.items():
-        if other is optimizer:
-            continue
-        mine = {id(p) for p in record.parameters if p.grad is not None}
-        shared = [p for p in other_record.parameters if id(p) in mine]
-        if shared:
-            raise ArgumentError(
-                asked=f"step() of {type(optimizer).__name__} after {type(other).__name__} in one window",
-                true=f"{len(shared)} parameters with gradients belong to both optimizers",
-                why="their gradients would be unscaled twice, and stepped twice with one backward pass",
-                fix="give each parameter to one optimizer, or call update() and backward() between the two steps",
-            )
+def any_found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """1.0 on ``device`` if any flag is set, else 0.0, never a count; None if there is no flag."""
+    parts = [flag.to(device, non_blocking=True) for flag in flags]
+    if not parts:
+        return None
+    together = parts[0] if len(parts) == 1 else torch.stack(parts).amax()
+    return together.clamp(max=1.0)
 
 
 class PendingWindow:
@@ -102,10 +105,90 @@ class PendingWindow:
     def settle(self, log: SkipLog, order: ParameterOrder) -> None:
         """Tell the log what happened."""
         old_scale, new_scale, *flags = self._numbers.read()
-        outcomes = []
-        for record, flag in zip(self._records, flags, strict=True):
-            if record._outcome is None:
-                record._outcome = record._settled(flag != 0, order)
-            outcomes.append(record._outcome)
+        outcomes = [record.settle(flag != 0, order) for record, flag in zip(self._records, flags, strict=True)]
         if outcomes:
             log.record(outcomes, old_scale, new_scale)
+
+
+class Books:
+    """The records of the present window, the window that is on its way, and the last outcome of every optimizer.
+
+    Keeps no optimizer alive.
+    """
+
+    def __init__(self, log: SkipLog, order: ParameterOrder) -> None:
+        self.log, self.order = log, order
+        self._records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
+        self._idle: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._pending: PendingWindow | None = None
+
+    def record(self, optimizer: torch.optim.Optimizer) -> StepRecord:
+        """The optimizer's record in this window; made when first asked for.
+
+        Raises:
+            ArgumentError: the optimizer holds no parameters, or shares one that has a gradient with another optimizer
+                of this window: that gradient would be unscaled twice.
+        """
+        if optimizer not in self._records:
+            record = StepRecord.of(optimizer)
+            self._refuse_shared(record, optimizer)
+            self._records[optimizer] = record
+        return self._records[optimizer]
+
+    def records(self) -> list[StepRecord]:
+        """The records of this window."""
+        return list(self._records.values())
+
+    def _refuse_shared(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> None:
+        for other, other_record in self._records.items():
+            mine = {id(p) for p in record.parameters if p.grad is not None}
+            shared = sum(id(p) in mine for p in other_record.parameters)
+            if shared:
+                raise refusals.shared_parameters(optimizer, other, shared)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> None:
+        """The optimizer's step has returned."""
+        record.is_stepped = True
+        self._last[optimizer] = record
+        if record.found_inf is not None:
+            self._idle.pop(optimizer, None)
+            return
+        count = self._idle[optimizer] = self._idle.get(optimizer, 0) + 1
+        if count == NO_GRADIENT_STEPS:
+            names = self.order.names_of(record.parameters[:3], record.group_ends)
+            warn(
+                f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
+                f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
+                HalfstepWarning,
+            )
+
+    def close(self, old_scale: Tensor, new_scale: Tensor) -> None:
+        """End the window; settle the one before, and this one as well where there is nothing to wait for."""
+        earlier, self._pending = self._pending, PendingWindow(self.records(), old_scale, new_scale)
+        self._records = weakref.WeakKeyDictionary()
+        if earlier is not None:
+            earlier.settle(self.log, self.order)
+        if old_scale.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the window that is on its way, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle(self.log, self.order)
+
+    def forget_pending(self) -> None:
+        """Drop the window that is on its way: the counts are about to be replaced by saved ones."""
+        self._pending = None
+
+    def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome:
+        """What the optimizer's last step did. Reads the host."""
+        if optimizer not in self._last:
+            raise refusals.never_stepped(optimizer)
+        return self._last[optimizer].outcome(self.order)
+
+    def culprit(self) -> Culprit | None:
+        """Who was at fault in the last skipped step. Reads the host."""
+        self.settle()
+        return self.log.culprit

@@ -1,0 +1,122 @@
+"""The pictures show the numbers: read back from the figures that are drawn."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.compare import plot_style, plots
+from halfstep.compare.measure import GradientStats
+from halfstep.compare.plot_style import spread
+from halfstep.compare.plots import lesson, pictures, scale_needed
+from halfstep.compare.words import words_in
+
+
+def drawn(study, name):
+    (picture,) = [picture for picture in pictures(study) if picture.name == name]
+    return picture.render(words_in("en"))
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def test_one_picture_per_question(study):
+    assert [picture.name for picture in pictures(study)] == [
+        "curves-linear-small-units", "curves-autoencoder", "gradients", "scale", "bytes",
+    ]  # fmt: skip
+
+
+def test_the_lesson_is_the_deep_network(study):
+    assert lesson(study).name == "autoencoder"
+
+
+def test_curves_are_the_runs_and_each_is_named(study):
+    figure = drawn(study, "curves-linear-small-units")
+    lines = {tuple(line.get_ydata()) for line in figure.axes[0].get_lines()}
+    for regime, run in study.runs_of("linear-small-units").items():
+        assert tuple(point.metric for point in run.curve) in lines
+        assert regime in texts(figure)
+
+
+def test_the_histogram_shows_that_nothing_of_the_first_layer_is_left(study):
+    """Top left: unscaled, first layer. Grey bars of the true gradient, all in the zone that rounds to 0, no coloured bar."""
+    figure = drawn(study, "gradients")
+    top_left, top_right, bottom_left, _ = figure.axes
+    orange = plot_style.style_of("fp16-unscaled").color
+    assert not bars_of(top_left, orange)
+    assert bars_of(top_left, plots.GREY)
+    assert max(bar.get_x() for bar in bars_of(top_left, plots.GREY) if bar.get_height() > 50) < -24
+    assert bars_of(top_right, orange)
+    assert bars_of(bottom_left, plot_style.style_of("fp16-static-1024").color)
+    assert any("zero: 100" in text for text in texts(figure))
+
+
+def bars_of(axes, color):
+    from matplotlib.colors import to_rgba
+
+    return [bar for bar in axes.patches if bar.get_facecolor() == to_rgba(color) and bar.get_height() > 0]
+
+
+def test_the_scale_picture_marks_skips(study):
+    figure = drawn(study, "scale")
+    assert "fp16-static-1024" in texts(figure)
+    assert "fp16-unscaled" not in texts(figure)  # a scale of 1 is none
+
+
+def test_bars_add_up_to_the_bytes(study):
+    figure = drawn(study, "bytes")
+    assert len(figure.axes) == 1  # the regression holds a few bytes; the autoencoder alone has something to show
+    row = study.rows_of("autoencoder")[0]
+    total = row.parameter_bytes + row.gradient_bytes + row.optimizer_state_bytes + row.weight_copy_bytes + row.peak_activation_bytes
+    assert f"  {total / 1024:,.0f} KiB" in texts(figure)
+
+
+def test_half_of_the_gradients_need_this_scale():
+    stats = GradientStats(10, 0, ((-40, 4), (-34, 2), (-20, 4)))
+    assert scale_needed(stats) == 2.0**10  # 2**-34 times 2**10 is 2**-24, fp16's smallest subnormal
+    assert scale_needed(GradientStats(10, 10, ())) is None
+    assert scale_needed(GradientStats(1, 0, ((0, 1),))) == 1.0
+
+
+@given(st.lists(st.floats(-0.2, 1.2), max_size=14).map(sorted))
+def test_labels_keep_apart_and_in_order(heights):
+    placed = spread(heights, gap=0.06)
+    assert len(placed) == len(heights)
+    assert all(above - below > 0.06 - 1e-9 for below, above in zip(placed, placed[1:], strict=False))
+    assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)
+
+
+@given(st.lists(st.floats(0, 1), max_size=8, unique=True).map(sorted))
+def test_labels_that_do_not_crowd_stay_where_they_are(heights):
+    if all(above - below >= 0.06 for below, above in zip(heights, heights[1:], strict=False)):
+        assert spread(heights, gap=0.06) == pytest.approx(heights)
+
+
+def test_without_a_chinese_font_the_pictures_speak_english(monkeypatch):
+    monkeypatch.setattr(plot_style, "CJK_FONTS", ("No Such Font",))
+    words, font = plot_style.plot_words(words_in("zh"))
+    assert (words.code, font) == ("en", None)
+
+
+def test_with_a_font_they_speak_chinese(monkeypatch):
+    monkeypatch.setattr(plot_style, "CJK_FONTS", ("No Such Font", "DejaVu Sans"))  # any installed font stands for one
+    words, font = plot_style.plot_words(words_in("zh"))
+    assert (words.code, font) == ("zh", "DejaVu Sans")
+
+
+def settings_of_matplotlib():
+    import matplotlib
+
+    # Reading "backend" would make matplotlib choose one, and import pyplot for it.
+    return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
+
+
+def test_drawing_leaves_matplotlibs_settings_alone(study):
+    before = settings_of_matplotlib()
+    drawn(study, "scale")
+    assert settings_of_matplotlib() == before
+    assert "matplotlib.pyplot" not in sys.modules

@@ -1,0 +1,174 @@
+"""The report on disk: complete or not there, and in need of nothing else."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from halfstep.compare import report, table
+from halfstep.compare.report import check_folder, write_report
+from halfstep.compare.words import words_in
+from halfstep.errors import ArgumentError
+
+from .test_run import assert_is_schema_1
+
+
+@pytest.fixture(scope="module")
+def folder(study, tmp_path_factory):
+    target = tmp_path_factory.mktemp("report") / "new" / "folder"
+    write_report(study, target, words_in("en"))
+    return target
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """Open tags, attributes that point somewhere, and rows of cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parsed(page):
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open
+    return tags
+
+
+def test_what_is_written(folder):
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "bytes.png", "compare.json", "curves-autoencoder.png", "curves-linear-small-units.png", "gradients.png",
+        "report.html", "scale.png",
+    ]  # fmt: skip
+    for path in folder.glob("*.png"):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_json_is_the_study(folder, study):
+    plain = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    assert_is_schema_1(plain)
+    assert plain == json.loads(json.dumps(study.as_plain()))
+
+
+def test_the_page_points_at_nothing_but_itself(page, folder):
+    links = parsed(page).links
+    assert len(links) == 5
+    pictures = {path.read_bytes() for path in folder.glob("*.png")}
+    for link in links:
+        head, data = link.split(",", 1)
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data) in pictures
+    without_pictures = re.sub(r"base64,[^\"]*", "", page)
+    assert not re.search(r"https?://|url\(|@import|<script", without_pictures)
+
+
+def test_each_row_and_each_threshold_is_on_the_page(page, study):
+    text = " ".join(parsed(page).text)
+    for row in study.rows:
+        assert row.regime in text
+        assert f"{row.bytes_per_parameter:.2f}" in text
+    for stated in ("more than 4 times", "95\N{NO-BREAK SPACE}%", "10\N{NO-BREAK SPACE}% of fp32's error + 0.02"):
+        assert stated in text
+    assert text.count("stalls") >= 3  # at a glance, in the table, in the thresholds
+    assert "0.9610" in text  # the flat line's error
+    assert "halfstep compare --task linear-small-units --task autoencoder" in text
+
+
+def test_the_page_says_that_emulation_shows_no_time(page, study):
+    if study.machine["emulated_formats"]:
+        assert "no native arithmetic for " + ", ".join(study.machine["emulated_formats"]) in page
+        assert "emulated" in page
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_chinese_page(study, tmp_path):
+    write_report(study, tmp_path, words_in("zh"))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    parsed(page)
+    assert '<html lang="zh">' in page
+    for word in ("半精度实测", "停滞", "与 fp32 相当", "手写数字上的深层 sigmoid 自编码器"):
+        assert word in page
+    assert "matches fp32" not in page
+
+
+@pytest.fixture
+def no_drawing(monkeypatch):
+    """Drawing takes seconds; tests that are about files put a letter in a picture's place."""
+
+    def write(picture, folder, _):
+        (folder / f"{picture.name}.png").write_bytes(b"x")
+        return {"picture": picture, "source": "data:image/png;base64,eA=="}
+
+    monkeypatch.setattr(report, "_write_picture", write)
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_an_earlier_report_is_replaced_and_other_files_stay(study, tmp_path):
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "mine.txt").write_text("keep")
+    write_report(study, tmp_path, words_in("en"))
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_failure_on_the_way_leaves_nothing(study, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(report, "render_page", fail)
+    target = tmp_path / "report"
+    with pytest.raises(RuntimeError, match="interrupted"):
+        write_report(study, target, words_in("en"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_folder_that_cannot_be_written_is_refused_before_and_after(study, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    for refuse in (check_folder, lambda folder: write_report(study, folder, words_in("en"))):
+        for target in (blocked, blocked / "below"):
+            with pytest.raises(ArgumentError) as caught:
+                refuse(target)
+            assert str(target) in caught.value.asked
+            assert "the system says: Not a directory" in caught.value.true
+            assert caught.value.fix == "pass --out with a folder that you may write to"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_checking_a_folder_makes_none(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "stalls"), [("en", "✗ stalls"), ("zh", "✗ 停滞")])
+def test_the_table_in_the_terminal(study, code, stalls):
+    from rich.console import Console
+
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(*table.tables(study, words_in(code)))
+        text = console.export_text()
+    for row in study.rows:
+        assert row.regime in text
+    assert text.count(stalls) == sum(row.verdict.value == "stalls" for row in study.rows)
+    assert words_in(code)("emulated") in text or not study.machine["emulated_regimes"]

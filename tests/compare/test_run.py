@@ -1,0 +1,145 @@
+"""What is asked for is checked, and what comes back is in the promised form."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from halfstep.compare import timing
+from halfstep.compare.regimes import REGIMES
+from halfstep.compare.run import SCHEMA, choose, compare
+from halfstep.compare.tasks import TASKS
+from halfstep.compare.verdict import Verdict
+from halfstep.errors import ArgumentError
+
+from .conftest import SMALL, small_settings
+
+ROW_TYPES = {
+    "task": str, "regime": str, "seeds": int, "final_loss": float, "difference_from_fp32": float, "verdict": str,
+    "skipped_steps": int, "zero_gradient_share_start": float, "zero_gradient_share_end": float,
+    "bytes_per_parameter": float, "peak_activation_bytes": int, "step_time_ratio": (float, type(None)),
+    "final_scale": float,
+}  # fmt: skip
+
+
+def assert_is_schema_1(plain):
+    """The form that other programs rely on: these keys with these types; more keys may come."""
+    assert plain["schema"] == SCHEMA == 1
+    assert isinstance(plain["machine"], dict)
+    assert plain["rows"]
+    for row in plain["rows"]:
+        for key, kind in ROW_TYPES.items():
+            assert isinstance(row[key], kind), (key, row[key])
+        assert row["verdict"] in {verdict.value for verdict in Verdict}
+        for key in ("zero_gradient_share_start", "zero_gradient_share_end"):
+            assert 0 <= row[key] <= 1
+
+
+def test_the_study_as_json(study):
+    plain = json.loads(json.dumps(study.as_plain(), allow_nan=False))
+    assert_is_schema_1(plain)
+    assert [(row["task"], row["regime"]) for row in plain["rows"]] == [
+        (task, regime) for task in ("linear-small-units", "autoencoder") for regime in SMALL
+    ]
+    thresholds = plain["settings"]["thresholds"]["autoencoder"]
+    assert thresholds == {"same_relative": 0.1, "same_absolute": 0.0, "stall_share": 0.95, "diverge_factor": 4.0}
+    assert plain["settings"]["regimes"]["fp16-static-1024"]["scale"]["scale"] == 1024.0
+
+
+def test_the_schema_check_can_fail(study):
+    plain = study.as_plain()
+    plain["rows"][0] = {**plain["rows"][0], "verdict": "fine"}
+    with pytest.raises(AssertionError):
+        assert_is_schema_1(plain)
+
+
+def test_verdicts_of_the_lecture_example(study):
+    verdicts = {row.regime: row.verdict.value for row in study.rows_of("linear-small-units")}
+    assert verdicts == {"fp32": "matches fp32", "fp16-unscaled": "stalls", "fp16-static-1024": "matches fp32",
+                        "bf16": "matches fp32"}  # fmt: skip
+
+
+def test_emulated_regimes_show_no_time_and_the_machine_says_so(study):
+    emulated = study.machine["emulated_regimes"]
+    for row in study.rows:
+        assert row.is_emulated is (row.regime in emulated)
+        if row.is_emulated:
+            assert row.step_time_ratio is None
+        elif row.regime == "fp32":
+            assert row.step_time_ratio == 1.0
+
+
+def test_fp32_is_always_there_to_compare_with():
+    assert [regime.name for regime in choose(regimes=["bf16"], device="cpu").regimes] == ["fp32", "bf16"]
+
+
+def test_order_is_the_tables_and_not_the_askers():
+    settings = choose(["digits", "linear"], ["bf16", "fp32"], device="cpu")
+    assert [task.name for task in settings.tasks] == ["linear", "digits"]
+    assert [regime.name for regime in settings.regimes] == ["fp32", "bf16"]
+
+
+def test_quick_is_a_part_of_the_full_study():
+    full, quick = choose(device="cpu"), choose(is_quick=True, device="cpu")
+    assert set(full.tasks) == set(TASKS.values())
+    assert set(full.regimes) == set(REGIMES.values())
+    assert set(quick.tasks) < set(full.tasks)
+    assert {"fp32", "fp16-unscaled", "fp16-dynamic"} <= {regime.name for regime in quick.regimes} < set(REGIMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "true"),
+    [
+        ({"tasks": ["autoencodr"]}, "the task 'autoencodr'", "linear, linear-small-units, autoencoder"),
+        ({"tasks": ["linear", ""]}, "the task ''", "linear"),
+        ({"regimes": ["fp8", "int4"]}, "the regime 'fp8', 'int4'", "fp16-unscaled"),
+        ({"num_seeds": 0}, "seeds=0", "seeds is a count, 1 or more"),
+        ({"num_seeds": -3}, "seeds=-3", "seeds is a count, 1 or more"),
+        ({"num_jobs": 0}, "jobs=0", "jobs is a count, 1 or more"),
+        ({"device": "tpu"}, "device='tpu'", "cpu and cuda"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_four_parts(arguments, asked, true):
+    with pytest.raises(ArgumentError) as caught:
+        choose(**arguments)
+    assert caught.value.asked == asked
+    assert true in caught.value.true
+    assert caught.value.why
+    assert caught.value.fix.startswith(("choose", "pass"))
+
+
+def test_progress_counts_every_run():
+    seen = []
+    settings = choose(["linear"], ["fp32"], num_seeds=2, num_jobs=1, device="cpu")
+    compare(settings, lambda *call: seen.append(call))
+    assert seen == [(1, 2, "linear / fp32"), (2, 2, "linear / fp32")]
+
+
+def test_the_number_of_threads_is_given_back(study):
+    assert torch.get_num_threads() == 1
+    before = torch.get_num_threads()
+    compare(choose(["linear"], ["fp32"], num_jobs=1, device="cpu"))
+    assert torch.get_num_threads() == before
+
+
+def test_two_processes_find_what_one_finds():
+    one, two = (
+        compare(choose(["linear"], ["fp16-static-8"], num_jobs=jobs, device="cpu")) for jobs in (1, 2)
+    )
+    assert [row.as_plain() for row in one.rows] == [row.as_plain() for row in two.rows]
+
+
+def test_native_regimes_take_turns_and_emulated_ones_are_left_out(monkeypatch):
+    monkeypatch.setattr(timing, "NUM_TURNS", 2)
+    monkeypatch.setattr(timing, "STEPS_PER_TURN", 1)
+    monkeypatch.setattr("halfstep.compare.train._is_native_on_cpu", lambda fmt: fmt.name != "fp16")
+    regimes = small_settings().regimes
+    seconds = timing.time_steps(TASKS["linear"], regimes, device=torch.device("cpu"))
+    assert seconds.keys() == {"fp32", "bf16"}
+    assert all(math.isfinite(value) and value > 0 for value in seconds.values())
+
+
+def test_fp32_alone_is_not_timed(monkeypatch):
+    monkeypatch.setattr("halfstep.compare.train._is_native_on_cpu", lambda fmt: fmt.name == "fp32")
+    assert timing.time_steps(TASKS["linear"], small_settings().regimes, device=torch.device("cpu")) == {}

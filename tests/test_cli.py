@@ -1,0 +1,133 @@
+"""The command line as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import cli
+from halfstep.formats import FORMATS
+from halfstep.hardware import choose_dtype
+
+
+def halfstep_says(monkeypatch, capsys, *arguments):
+    """(exit code, stdout, stderr) of the command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["halfstep", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out = capsys.readouterr()
+    return caught.value.code or 0, out.out, out.err
+
+
+@pytest.fixture
+def says(monkeypatch, capsys):
+    return lambda *arguments: halfstep_says(monkeypatch, capsys, *arguments)
+
+
+def test_probe_as_json_is_the_librarys_answer(says):
+    code, out, _ = says("probe", "--json")
+    answer = json.loads(out)
+    hardware = halfstep.probe()
+    assert code == 0
+    assert answer["hardware"]["device_type"] == hardware.device_type
+    assert answer["choice"] == choose_dtype(hardware).as_dict()
+
+
+def test_probe_gives_the_choice_first_and_its_reason(says):
+    code, out, _ = says("probe")
+    assert code == 0
+    assert out.startswith("train in")
+    assert " ".join(choose_dtype(halfstep.probe()).reason.split()[:6]) in " ".join(out.split())
+
+
+def test_formats_shows_both_small_numbers_of_fp16(says):
+    code, out, _ = says("formats")
+    assert code == 0
+    for fmt in FORMATS:
+        assert fmt.name in out
+    assert "6.10352e-05" in out
+    assert "5.96046e-08" in out
+    assert "two questions" in " ".join(out.split())
+
+
+def test_compare_writes_prints_and_names_what_it_wrote(says, tmp_path):
+    target = tmp_path / "report"
+    code, out, err = says("compare", "--task", "linear-small-units", "--regime", "fp16-unscaled", "--jobs", 1, "--out", target,
+                          "--device", "cpu")  # fmt: skip
+    assert code == 0
+    assert "✗ stalls" in out
+    assert str(target / "report.html") in out
+    assert "2/2" in err  # the progress bar
+    rows = json.loads((target / "compare.json").read_text())["rows"]
+    assert [(row["regime"], row["verdict"]) for row in rows] == [("fp32", "matches fp32"), ("fp16-unscaled", "stalls")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "fix"),
+    [
+        (["--task", "mnist"], "the task 'mnist'", "choose one of these"),
+        (["--regime", "fp8"], "the regime 'fp8'", "choose one of these"),
+        (["--seeds", "0"], "seeds=0", "pass --seeds 1"),
+        (["--jobs", "0"], "jobs=0", "pass --jobs 1"),
+        (["--lang", "fr"], "the language 'fr'", "pass --lang en"),
+        (["--device", "tpu"], "device='tpu'", "pass --device cpu"),
+        (["--out", "{file}/report"], "a report in", "pass --out"),
+    ],
+)
+def test_bad_input_ends_in_four_lines_and_exit_code_2(says, tmp_path, arguments, asked, fix):
+    (tmp_path / "file").write_text("")
+    arguments = [argument.format(file=tmp_path / "file") for argument in arguments]
+    out_folder = [] if "--out" in arguments else ["--out", tmp_path / "out"]
+    code, out, err = says("compare", *arguments, *out_folder)
+    assert code == 2
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"error: {asked}")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["true", "why", "fix"]
+    assert fix in lines[3]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing written, not even in part
+
+
+def test_help_lists_the_commands(says):
+    _, out, _ = says("--help")
+    for command in ("probe", "formats", "compare"):
+        assert command in out
+
+
+def run_python(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_python_m_halfstep_is_the_same_command_line():
+    done = run_python("-m", "halfstep", "formats")
+    assert done.returncode == 0
+    assert "fp8_e4m3fn" in done.stdout
+
+
+def test_without_typer_the_message_says_what_to_install():
+    done = run_python("-c", "import sys; sys.modules['typer'] = None\nimport runpy; runpy.run_module('halfstep', run_name='__main__')")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: the halfstep command line\n  true: the package 'typer' is not installed" in done.stderr
+    assert "fix:  pip install 'halfstep[cli]'" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["matplotlib.font_manager", "jinja2"])
+def test_without_another_package_of_the_extra_too(says, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = says("compare", "--task", "linear", "--regime", "fp32", "--jobs", 1, "--lang", "zh", "--out", tmp_path / "out")
+    assert code == 2
+    assert f"the package {package.split('.')[0]!r} is not installed" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_changes_no_thread_setting(says):
+    before = torch.get_num_threads()
+    says("probe")
+    assert torch.get_num_threads() == before
