@@ -53,8 +53,11 @@ class Inspection:
 
     def total_norm(self, device: torch.device) -> Tensor:
         """The L2 norm of all gradients of all devices together, 0-dim, on ``device``."""
-        parts = [torch.linalg.vector_norm(norms).to(device, non_blocking=True) for norms in self.norms.values()]
-        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(_stacked(parts, device))
+        parts: list[Tensor] = [
+            torch.linalg.vector_norm(norms).to(device, non_blocking=True) for norms in self.norms.values()
+        ]
+        together: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(_stacked(parts, device))
+        return together
 
     def total_largest(self, device: torch.device) -> Tensor:
         """The largest magnitude of any element, 0-dim fp32, on ``device``; NaN if an element is NaN."""
@@ -203,7 +206,7 @@ def _norms_by_blocks(values: list[Tensor]) -> Tensor:
     smallest, largest = (bound.item() for bound in torch.aminmax(block_norms))
     if not (smallest >= _TRUSTED_NORM and largest < math.inf):  # NaN fails both
         doubtful = (block_norms < _TRUSTED_NORM) | ~torch.isfinite(block_norms)
-        pieces = doubtful.nonzero().flatten() if owner_of is None else owner_of[doubtful].unique()
+        pieces = doubtful.nonzero().flatten() if owner_of is None else torch.unique(owner_of[doubtful])
         for owner in pieces.tolist():
             norms[owner] = _exact_norm(values[owner])
     return norms

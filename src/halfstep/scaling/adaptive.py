@@ -1,8 +1,8 @@
 """A scale that is aimed instead of searched for: from statistics of the largest gradient. Experimental.
 
-Source: the LogMax scaler of OpenSeq2Seq (NVIDIA, 2018, open_seq2seq/optimizers/automatic_loss_scaler.py), mended: a step
-that overflowed never enters the statistics, the target respects the format, and a margin is kept and learned for what
-the weights' gradients do not show.
+Source: the LogMax scaler of OpenSeq2Seq (NVIDIA, 2018, open_seq2seq/optimizers/automatic_loss_scaler.py), mended: a
+step that overflowed never enters the statistics, the target respects the format, and a margin is kept and learned for
+what the weights' gradients do not show.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ section 3.2). What differs between the classes here is how the next scale follow
 - :class:`StaticScale` stays where it was set.
 - :class:`DynamicScale` doubles after ``growth_interval`` clean steps and halves on overflow (future work in
   section 3.2; the rule is Apex's), with hysteresis (DeepSpeed, Megatron-LM) and a tolerated overflow rate (fairseq).
-- :class:`~halfstep.scaling.adaptive.AdaptiveScale` aims the largest gradient below fp16's largest value, from statistics of log2(largest).
+- AdaptiveScale, in adaptive.py, aims the largest gradient below fp16's largest value, from statistics.
 
 A scale is finite, positive and between its bounds at all times; invalid state is refused as a whole. Nothing here reads
 the device: ``update_`` enqueues a few kernels on 0-dim tensors. Scales that these classes choose are powers of two, so
