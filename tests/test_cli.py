@@ -56,8 +56,8 @@ def test_formats_shows_both_small_numbers_of_fp16(says):
 
 def test_compare_writes_prints_and_names_what_it_wrote(says, tmp_path):
     target = tmp_path / "report"
-    code, out, err = says("compare", "--task", "linear-small-units", "--regime", "fp16-unscaled", "--jobs", 1, "--out", target,
-                          "--device", "cpu")  # fmt: skip
+    options = ["--task", "linear-small-units", "--regime", "fp16-unscaled", "--jobs", 1, "--device", "cpu"]
+    code, out, err = says("compare", *options, "--out", target)
     assert code == 0
     assert "✗ stalls" in out
     assert str(target / "report.html") in out
@@ -111,7 +111,9 @@ def test_python_m_halfstep_is_the_same_command_line():
 
 
 def test_without_typer_the_message_says_what_to_install():
-    done = run_python("-c", "import sys; sys.modules['typer'] = None\nimport runpy; runpy.run_module('halfstep', run_name='__main__')")
+    done = run_python(
+        "-c", "import sys; sys.modules['typer'] = None\nimport runpy; runpy.run_module('halfstep', run_name='__main__')"
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "error: the halfstep command line\n  true: the package 'typer' is not installed" in done.stderr
@@ -121,7 +123,9 @@ def test_without_typer_the_message_says_what_to_install():
 @pytest.mark.parametrize("package", ["matplotlib.font_manager", "jinja2"])
 def test_without_another_package_of_the_extra_too(says, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    code, _, err = says("compare", "--task", "linear", "--regime", "fp32", "--jobs", 1, "--lang", "zh", "--out", tmp_path / "out")
+    code, _, err = says(
+        "compare", "--task", "linear", "--regime", "fp32", "--jobs", 1, "--lang", "zh", "--out", tmp_path / "out"
+    )
     assert code == 2
     assert f"the package {package.split('.')[0]!r} is not installed" in err
     assert list(tmp_path.iterdir()) == []

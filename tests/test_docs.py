@@ -1,4 +1,4 @@
-"""The pages are run: every Python block and its shown output, every docstring's example, links, commands, quoted numbers.
+"""The pages are run: Python blocks and their output, docstrings' examples, links, commands, files, quoted numbers.
 
 A page is Markdown with HTML comments that say what a block does, and that a reader of the rendered page never sees:
 
@@ -6,9 +6,9 @@ A page is Markdown with HTML comments that say what a block does, and that a rea
     <!-- raises: ValueError -->          above a ```python block: it ends in this error
     <!-- output -->                      above a ```text block: what the block before it prints, then its warnings and
                                          its error, word for word; white space does not count
-    <!-- output: rtol 0.05 -->           the same, but numbers may differ by this share (another CPU adds in another order)
+    <!-- output: rtol 0.05 -->           the same, but numbers may differ by this share: other CPUs add in other orders
     <!-- = EXPRESSION -->20              the number that follows equals this expression over halfstep's modules
-    <!-- defaults: halfstep.GradScaler --> above a table of `name` | `default`: all of a signature's defaults, and no others
+    <!-- defaults: halfstep.emulate -->  above a table of `name` | `default`: all defaults of a signature, and no others
 
 Blocks of one page share one namespace and one working folder, and run in order.
 """
@@ -16,6 +16,7 @@ Blocks of one page share one namespace and one working folder, and run in order.
 import builtins
 import contextlib
 import doctest
+import functools
 import importlib
 import inspect
 import io
@@ -112,7 +113,7 @@ def run_block(block: Block, path: Path, namespace: dict[str, object]) -> tuple[s
     with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            exec(code, namespace)  # noqa: S102 - these are our own pages
+            exec(code, namespace)
         except Exception as raised:
             error = raised
     expected = [_class_named(name) for name in block.asked.get("warns", "").split(", ") if name]
@@ -205,21 +206,22 @@ def test_docstring_examples(name):
     assert failed == 0, report.getvalue()
 
 
-def test_there_are_docstring_examples():
-    found = {name: doctest.DocTestFinder().find(importlib.import_module(name)) for name in MODULES}
-    with_examples = {test.name for tests in found.values() for test in tests if test.examples}
-    for name in (
-        "GradScaler",
-        "DynamicScale",
-        "AdaptiveScale",
-        "Policy",
-        "FloatFormat",
-        "choose_dtype",
-        "emulate",
-        "probe",
-    ):
-        public = getattr(halfstep, name)
-        assert f"{public.__module__}.{public.__qualname__}" in with_examples, f"{name} has no example"
+PUBLIC_WITH_EXAMPLES = (
+    "GradScaler",
+    "DynamicScale",
+    "AdaptiveScale",
+    "Policy",
+    "FloatFormat",
+    "choose_dtype",
+    "emulate",
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC_WITH_EXAMPLES)
+def test_there_are_docstring_examples(name):
+    public = getattr(halfstep, name)
+    found = doctest.DocTestFinder().find(public, module=importlib.import_module(public.__module__))
+    assert any(test.examples for test in found)
 
 
 # -- links, numbers, commands ----------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ def wrong_numbers(text: str) -> list[str]:
         importlib.import_module(name)
     wrong = []
     for expression, literal in re.findall(r"<!-- = (.+?) -->`?([-+*./\w]*\w)", text):
-        if eval(literal) != eval(expression, {"halfstep": halfstep, "torch": torch}):  # noqa: S307 - our own pages
+        if eval(literal) != eval(expression, {"halfstep": halfstep, "torch": torch}):
             wrong.append(f"{literal} is not {expression}")
     for name, table in re.findall(r"<!-- defaults: ([\w.]+) -->\n((?:\|.*\n)+)", text):
         parameters = inspect.signature(pkgutil.resolve_name(name)).parameters.values()
@@ -289,62 +291,86 @@ def test_quoted_numbers_are_the_sources(page):
 
 
 def test_the_number_test_can_fail():
-    right = "max <!-- = halfstep.scaling.scale.MAX_SCALE -->`2**24`, after <!-- = halfstep.scaling.skips.REPEAT_AFTER -->20.\n"
+    right = (
+        "at most <!-- = halfstep.formats.FP16.largest -->65504, as <!-- = halfstep.formats.FP16.bits -->`2**4` bits.\n"
+    )
     assert wrong_numbers(right) == []
-    assert wrong_numbers(right.replace("24", "25").replace("20.", "21.")) != []
+    assert len(wrong_numbers(right.replace("65504", "65536").replace("2**4", "17"))) == 2
     table = "<!-- defaults: halfstep.emulate -->\n| argument | default |\n|---|---|\n| `format` | `'fp16'` |\n"
     assert wrong_numbers(table) == []
     assert wrong_numbers(table.replace("fp16", "bf16")) != []
     assert wrong_numbers(table.replace("| `format` | `'fp16'` |\n", "")) != []
 
 
+def code_of(text: str) -> list[str]:
+    """Code spans, and the lines of shell blocks: where commands and files are named."""
+    shell = [block.text for block in blocks_of(text, "page") if block.language in ("bash", "sh", "console")]
+    lines = [line.partition("#")[0].strip(" $") for line in "".join(shell).splitlines()]
+    return re.findall(r"`([^`\n]+)`", prose_of(text)) + lines
+
+
+def wrong_versions(text: str) -> list[str]:
+    """Versions and extras that are not pyproject's."""
+    project = (ROOT / "pyproject.toml").read_text()
+    wrong = []
+    for name, true in (("torch", r'"torch>=([\d.]+)"'), ("Python", r'requires-python = ">=([\d.]+)"')):
+        said = re.findall(rf"\b{name} ?>= ?(\d+\.\d+)", text)
+        wrong += [f"{name} >= {version}" for version in said if [version] != re.findall(true, project)]
+    (extras,) = re.findall(r"optional-dependencies\]\n(.*?)\n\n", project, flags=re.DOTALL)
+    named = re.findall(r"(?:halfstep|\.)\[(\w+)\]", "\n".join(code_of(text)))
+    return wrong + [f"[{extra}]" for extra in named if not re.search(rf"^{extra} =", extras, flags=re.MULTILINE)]
+
+
 @every_page
 def test_versions_are_the_projects(page):
-    text, project = page.read_text(encoding="utf-8"), (ROOT / "pyproject.toml").read_text()
-    for name, wanted in (("torch", r'"torch>=([\d.]+)"'), ("Python", r'requires-python = ">=([\d.]+)"')):
-        (true,) = re.findall(wanted, project)
-        assert set(re.findall(rf"\b{name} ?>= ?(\d+\.\d+)", text)) <= {true}, f"{page.name}: {name} >= {true}"
-    (extras,) = re.findall(r"optional-dependencies\]\n(.*?)\n\n", project, flags=re.DOTALL)
-    named = {
-        extra
-        for group in re.findall(r"(?:halfstep|\.)\[([\w,]+)\]", prose_and_shell(text))
-        for extra in group.split(",")
-    }
-    assert named <= set(re.findall(r"^(\w+) =", extras, flags=re.MULTILINE))
+    assert wrong_versions(page.read_text(encoding="utf-8")) == []
 
 
-def prose_and_shell(text: str) -> str:
-    """Code spans and shell blocks, one a line: where commands are named."""
-    shell = [
-        line for b in blocks_of(text, "page") if b.language in ("bash", "sh", "console") for line in b.text.splitlines()
-    ]
-    return "\n".join(
-        [*re.findall(r"`([^`\n]+)`", prose_of(text)), *(line.partition("#")[0].strip("$ ") for line in shell)]
-    )
+def test_the_version_test_can_fail():
+    assert wrong_versions("torch >= 1.0, Python>=3.2, `pip install halfstep[gold]`") == [
+        "torch >= 1.0", "Python >= 3.2", "[gold]",
+    ]  # fmt: skip
 
 
-def unknown_commands(text: str) -> list[str]:
+@functools.cache
+def help_of(command: str) -> str:
+    """What a subcommand says about its options; empty if there is no such command."""
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    arguments = [sys.executable, "-m", "halfstep", command, "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def unknown_names(text: str) -> list[str]:
+    """Commands, options, make targets and files that do not exist."""
     unknown = []
-    for command, options in sorted(
-        set(re.findall(r"^halfstep ([a-z]+)(.*)$", prose_and_shell(text), flags=re.MULTILINE))
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "halfstep", command, "--help"],
-            capture_output=True, text=True, env={**os.environ, "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"},
-        )  # fmt: skip
-        missing = [option for option in re.findall(r"--[\w-]+", options) if option not in done.stdout]
-        if done.returncode or missing:
-            unknown.append(f"halfstep {command} {' '.join(missing)}".strip())
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    called = re.findall(r"^make ([a-z]+)", prose_and_shell(text), flags=re.MULTILINE)
-    return [*unknown, *(f"make {target}" for target in called if target not in targets)]
+    for code in code_of(text):
+        program, _, rest = code.partition(" ")
+        command, *arguments = rest.split() or [""]
+        if program == "halfstep" and command:
+            options = [word for word in arguments if word.startswith("--")]
+            is_known = help_of(command) and all(option in help_of(command) for option in options)
+        elif program == "make" and command:
+            is_known = command in targets
+        elif re.fullmatch(r"[\w./-]+\.(py|md|toml)|\.?\w[\w/-]+/\w*", code):
+            is_known = any((ROOT / folder / code).exists() for folder in FOLDERS)
+        else:
+            is_known = True
+        unknown += [] if is_known else [code]
+    return unknown
+
+
+FOLDERS = (".", "src/halfstep", "src/halfstep/scaling", "src/halfstep/compare")
 
 
 @every_page
-def test_named_commands_exist(page):
-    assert unknown_commands(page.read_text(encoding="utf-8")) == []
+def test_commands_and_files_exist(page):
+    assert unknown_names(page.read_text(encoding="utf-8")) == []
 
 
-def test_the_command_test_can_fail():
-    text = "`halfstep probe --json` `halfstep explode`\n```bash\nhalfstep formats --loud  # comment\nmake test\nmake gold\n```\n"
-    assert unknown_commands(text) == ["halfstep explode", "halfstep formats --loud", "make gold"]
+def test_the_name_test_can_fail():
+    right = "`halfstep probe --json`, `halfstep`, `.ci/run`, `scaling/`, `skips.py`, `make test ARGS=x`, `a/b`\n"
+    assert unknown_names(right.replace(", `a/b`", "")) == []
+    wrong = "`halfstep explode` `gone/`, `docs/gone.md`\n```bash\nhalfstep formats --loud  # why\nmake gold\n```\n"
+    assert unknown_names(wrong) == ["halfstep explode", "gone/", "docs/gone.md", "halfstep formats --loud", "make gold"]

@@ -33,7 +33,8 @@ class Spy(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         if any(word in name for word in ("mm.", "mm_", "mv.", "dot.", "convolution", "conv_", "attention", "linear")):
-            self.products += [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+            flat = itertools.chain.from_iterable(arg if isinstance(arg, (list, tuple)) else [arg] for arg in args)
+            self.products += [arg.dtype for arg in flat if isinstance(arg, torch.Tensor)]
         return func(*args, **(kwargs or {}))
 
 
@@ -187,9 +188,11 @@ def test_grouped_mm(with_out_dtype):
 @pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="this torch has no lists of products")
 def test_lists_of_products():
     a, b = [half(5, 33), half(4, 6)], [half(33, 7), half(6, 2)]
-    with emulate("fp16"):
+    with spied() as spy:
         results = torch._foreach_mm(a, b)
-    assert all(torch.equal(result, (x.float() @ y.float()).half()) for result, x, y in zip(results, a, b, strict=True))
+    for result, x, y in zip(results, a, b, strict=True):
+        assert torch.equal(result, (x.float() @ y.float()).half())
+    assert set(spy.products) == {FP32}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -413,11 +416,14 @@ def test_attention_keeps_the_layout_that_projections_give_it():
 
 
 def test_attention_over_no_keys_gives_zeros():
-    """torch's own kernel divides by zero here and takes the process with it."""
+    """torch's kernel, called by its name, divides by zero here and ends the process; its other path gives zeros."""
     query, nothing = half(1, 2, 3, 4), half(1, 2, 0, 4)
     with emulate("fp16"):
-        assert torch.equal(F.scaled_dot_product_attention(query, nothing, nothing), torch.zeros(1, 2, 3, 4).half())
-        assert F.scaled_dot_product_attention(nothing, query, query).shape == (1, 2, 0, 4)
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query, nothing, nothing)
+        assert torch.equal(out, torch.zeros(1, 2, 3, 4).half())
+        assert torch.equal(logsumexp, torch.zeros(1, 2, 3))
+        assert torch.equal(F.scaled_dot_product_attention(query, nothing, nothing), out)
+        assert aten._scaled_dot_product_flash_attention_for_cpu(nothing, query, query)[0].shape == (1, 2, 0, 4)
 
 
 def test_attention_that_torch_takes_apart_is_emulated_by_its_products():

@@ -1,7 +1,8 @@
 """The command line: each command one library call and a renderer.
 
-Purpose: `halfstep probe`, `halfstep formats`, `halfstep compare`. Method: typer reads the functions' signatures; rich draws.
-Both come with the extra ``cli``. This module can be imported without them, so that `main` can say so in plain words.
+Purpose: `halfstep probe`, `halfstep formats`, `halfstep compare`. Method: typer reads the functions' signatures; rich
+draws. Both come with the extra ``cli``. This module can be imported without them, so that `main` can say so in plain
+words.
 
 Not here: anything that a program could want; that is in the library.
 """
@@ -53,24 +54,28 @@ def formats() -> None:
 
 def compare(
     tasks: Annotated[list[str] | None, typer.Option("--task", help="Run only this task; may be repeated.")] = None,
-    regimes: Annotated[list[str] | None, typer.Option("--regime", help="Run only this regime; may be repeated.")] = None,
+    regimes: Annotated[
+        list[str] | None, typer.Option("--regime", help="Run only this regime; may be repeated.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per task and regime; 3 for the full study.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="A lecture demonstration: fewer tasks, regimes, epochs.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for report.html, pictures and compare.json.")] = Path("halfstep-compare"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A lecture demonstration: fewer tasks, regimes, epochs.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for report.html, pictures and compare.json.")] = Path(
+        "halfstep-compare"
+    ),
     lang: Annotated[str, typer.Option(help="Language of table and report: en or zh.")] = "en",
     jobs: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """What each precision costs and buys on this machine: tasks x regimes x seeds, with verdicts that are computed."""
-    from halfstep.compare import report, run, table, words
+    from halfstep.compare import report, run, settings, table, words
 
     language = words.words_in(lang)
-    settings = run.choose(
-        tasks or (), regimes or (), num_seeds=seeds, is_quick=quick, num_jobs=jobs, device=device
-    )
+    chosen = settings.choose(tasks or (), regimes or (), num_seeds=seeds, is_quick=quick, num_jobs=jobs, device=device)
     report.check_folder(out)
     with _progress_bar() as progress:
-        study = run.compare(settings, progress)
+        study = run.compare(chosen, progress)
     paths = report.write_report(study, out, language)
     console = _console()
     console.print(*table.tables(study, language), sep="\n")

@@ -450,8 +450,8 @@ _REFUSALS = {
     ),
     "mkldnn_rnn_layer": _refuse(
         "oneDNN's LSTM fuses all time steps into one kernel, and has none for this format on such a CPU",
-        "run it in fp32 under torch.autocast('cpu', enabled=False), or set torch.backends.mkldnn.enabled = False, which "
-        "takes it apart into products that are emulated",
+        "run it in fp32 under torch.autocast('cpu', enabled=False), or set torch.backends.mkldnn.enabled = False: then "
+        "torch takes it apart into products that are emulated",
     ),
 }
 

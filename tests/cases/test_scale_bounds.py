@@ -139,3 +139,16 @@ def test_MP_41_a_half_loss_is_scaled_in_fp32(make_scaler, shape, dtype, log2_sca
     assert scaled.dtype == torch.float32
     assert scaled.shape == shape
     assert scaled.item() == 3.0 * 2.0**log2_scale
+
+
+@pytest.mark.parametrize("scale", [
+    halfstep.DynamicScale(8.0, 4.0, 0.25, 2, min_scale=1.0, max_scale=64.0, hysteresis=2),
+    halfstep.DynamicScale(growth_interval=500),
+    halfstep.StaticScale(128.0),
+], ids=lambda scale: scale.kind)  # fmt: skip
+def test_MP_41_a_scale_that_is_passed_in_keeps_its_own_settings(make_scaler, scale):
+    before = scale.state_dict()
+    state = make_scaler(scale=scale).state_dict()
+    assert scale.state_dict() == before
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+        assert state[name] == before.get(name, state[name])

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from halfstep.compare.run import Study, choose, compare
+from halfstep.compare.run import Study, compare
+from halfstep.compare.settings import choose
 
 SMALL = ["fp32", "fp16-unscaled", "fp16-static-1024", "bf16"]
 

@@ -1,15 +1,18 @@
 """The pictures show the numbers: read back from the figures that are drawn."""
 
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.compare import plot_style, plots
+from halfstep.compare import plot_gradients, plot_style
 from halfstep.compare.measure import GradientStats
+from halfstep.compare.plot_gradients import lesson
+from halfstep.compare.plot_scale import scale_needed
 from halfstep.compare.plot_style import spread
-from halfstep.compare.plots import lesson, pictures, scale_needed
+from halfstep.compare.plots import pictures
 from halfstep.compare.words import words_in
 
 
@@ -43,13 +46,13 @@ def test_curves_are_the_runs_and_each_is_named(study):
 
 
 def test_the_histogram_shows_that_nothing_of_the_first_layer_is_left(study):
-    """Top left: unscaled, first layer. Grey bars of the true gradient, all in the zone that rounds to 0, no coloured bar."""
+    """Unscaled, first layer: grey bars of the true gradient in the zone that rounds to 0, and no coloured bar."""
     figure = drawn(study, "gradients")
     top_left, top_right, bottom_left, _ = figure.axes
     orange = plot_style.style_of("fp16-unscaled").color
     assert not bars_of(top_left, orange)
-    assert bars_of(top_left, plots.GREY)
-    assert max(bar.get_x() for bar in bars_of(top_left, plots.GREY) if bar.get_height() > 50) < -24
+    assert bars_of(top_left, plot_gradients.GREY)
+    assert max(bar.get_x() for bar in bars_of(top_left, plot_gradients.GREY) if bar.get_height() > 50) < -24
     assert bars_of(top_right, orange)
     assert bars_of(bottom_left, plot_style.style_of("fp16-static-1024").color)
     assert any("zero: 100" in text for text in texts(figure))
@@ -71,7 +74,13 @@ def test_bars_add_up_to_the_bytes(study):
     figure = drawn(study, "bytes")
     assert len(figure.axes) == 1  # the regression holds a few bytes; the autoencoder alone has something to show
     row = study.rows_of("autoencoder")[0]
-    total = row.parameter_bytes + row.gradient_bytes + row.optimizer_state_bytes + row.weight_copy_bytes + row.peak_activation_bytes
+    total = (
+        row.parameter_bytes
+        + row.gradient_bytes
+        + row.optimizer_state_bytes
+        + row.weight_copy_bytes
+        + row.peak_activation_bytes
+    )
     assert f"  {total / 1024:,.0f} KiB" in texts(figure)
 
 
@@ -86,13 +95,13 @@ def test_half_of_the_gradients_need_this_scale():
 def test_labels_keep_apart_and_in_order(heights):
     placed = spread(heights, gap=0.06)
     assert len(placed) == len(heights)
-    assert all(above - below > 0.06 - 1e-9 for below, above in zip(placed, placed[1:], strict=False))
+    assert all(above - below > 0.06 - 1e-9 for below, above in pairwise(placed))
     assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8, unique=True).map(sorted))
 def test_labels_that_do_not_crowd_stay_where_they_are(heights):
-    if all(above - below >= 0.06 for below, above in zip(heights, heights[1:], strict=False)):
+    if all(above - below >= 0.06 for below, above in pairwise(heights)):
         assert spread(heights, gap=0.06) == pytest.approx(heights)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from halfstep.compare import timing
 from halfstep.compare.regimes import REGIMES
-from halfstep.compare.run import SCHEMA, choose, compare
+from halfstep.compare.run import SCHEMA, compare
+from halfstep.compare.settings import choose
 from halfstep.compare.tasks import TASKS
 from halfstep.compare.verdict import Verdict
 from halfstep.errors import ArgumentError
@@ -124,16 +125,14 @@ def test_the_number_of_threads_is_given_back(study):
 
 
 def test_two_processes_find_what_one_finds():
-    one, two = (
-        compare(choose(["linear"], ["fp16-static-8"], num_jobs=jobs, device="cpu")) for jobs in (1, 2)
-    )
+    one, two = (compare(choose(["linear"], ["fp16-static-8"], num_jobs=jobs, device="cpu")) for jobs in (1, 2))
     assert [row.as_plain() for row in one.rows] == [row.as_plain() for row in two.rows]
 
 
 def test_native_regimes_take_turns_and_emulated_ones_are_left_out(monkeypatch):
     monkeypatch.setattr(timing, "NUM_TURNS", 2)
     monkeypatch.setattr(timing, "STEPS_PER_TURN", 1)
-    monkeypatch.setattr("halfstep.compare.train._is_native_on_cpu", lambda fmt: fmt.name != "fp16")
+    monkeypatch.setattr("halfstep.compare.trainer._is_native_on_cpu", lambda fmt: fmt.name != "fp16")
     regimes = small_settings().regimes
     seconds = timing.time_steps(TASKS["linear"], regimes, device=torch.device("cpu"))
     assert seconds.keys() == {"fp32", "bf16"}
@@ -141,5 +140,5 @@ def test_native_regimes_take_turns_and_emulated_ones_are_left_out(monkeypatch):
 
 
 def test_fp32_alone_is_not_timed(monkeypatch):
-    monkeypatch.setattr("halfstep.compare.train._is_native_on_cpu", lambda fmt: fmt.name == "fp32")
+    monkeypatch.setattr("halfstep.compare.trainer._is_native_on_cpu", lambda fmt: fmt.name == "fp32")
     assert timing.time_steps(TASKS["linear"], small_settings().regimes, device=torch.device("cpu")) == {}

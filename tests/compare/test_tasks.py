@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.compare import tasks
 from halfstep.compare.tasks import NUM_TRAIN_DIGITS, SMALL_UNIT, TASKS
 from halfstep.errors import MissingDependencyError
 from halfstep.formats import FP16
@@ -64,7 +65,9 @@ def test_constant_predictors():
     assert closed_form == pytest.approx(0.0738, abs=1e-4)
     labels = TASKS["digits"].build_data()
     commonest = int(labels.train_y.bincount().argmax())
-    assert TASKS["digits"].constant_metric(labels) == pytest.approx(1 - (labels.test_y == commonest).double().mean().item())
+    assert TASKS["digits"].constant_metric(labels) == pytest.approx(
+        1 - (labels.test_y == commonest).double().mean().item()
+    )
     assert TASKS["linear"].constant_metric(TASKS["linear"].build_data()) == 1.0
 
 
@@ -83,12 +86,19 @@ def test_an_output_of_nan_is_an_error_of_nan_and_not_a_guess():
     assert task.metric(task.build_model(), output, data) != task.metric(task.build_model(), output, data)  # NaN
 
 
-def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
-    from halfstep.compare import tasks
+def test_the_digits_are_scikit_learns():
+    """Read past scikit-learn's own loader, which must find the same."""
+    from sklearn.datasets import load_digits
 
-    tasks._digits.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    bunch = load_digits()
+    table = tasks._digits_table()
+    assert torch.equal(table[:, :64], torch.tensor(bunch.data).long())
+    assert torch.equal(table[:, 64], torch.tensor(bunch.target))
+
+
+def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError) as caught:
-        TASKS["digits"].build_data()
+        tasks._digits_table()
     assert "'sklearn' is not installed" in caught.value.true
     assert caught.value.fix == "pip install 'halfstep[cli]'"

@@ -9,7 +9,8 @@ import torch
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.rows import make_row
 from halfstep.compare.tasks import TASKS
-from halfstep.compare.train import Trainer, train
+from halfstep.compare.train import train
+from halfstep.compare.trainer import Trainer
 from halfstep.compare.verdict import Verdict
 from halfstep.scaling.scale import StaticScale
 
@@ -25,7 +26,9 @@ def small_units_fp32():
 
 def test_in_fp32_the_two_systems_of_units_are_one_run(small_units_fp32):
     ordinary = run("linear", "fp32")
-    assert [point.metric for point in ordinary.curve] == [point.metric for point in small_units_fp32.curve]  # to the bit
+    assert [point.metric for point in ordinary.curve] == [
+        point.metric for point in small_units_fp32.curve
+    ]  # to the bit
     assert ordinary.metric < 1e-6
 
 
@@ -52,9 +55,7 @@ def test_in_small_units_scaling_or_bf16_converges(regime, error, small_units_fp3
 
 
 def test_a_larger_scale_comes_closer_to_the_true_weights():
-    errors = [
-        train(TASKS["linear-small-units"], scaled_by(2.0**log2), 0, num_epochs=12).metric for log2 in (3, 10, 16)
-    ]
+    errors = [train(TASKS["linear-small-units"], scaled_by(2.0**log2), 0, num_epochs=12).metric for log2 in (3, 10, 16)]
     assert errors[0] > 10 * errors[1] > 50 * errors[2]
 
 

@@ -258,7 +258,7 @@ def test_late_growth_can_be_said_of_a_zero_scaler(window, before, clean):
 
 def run_of_halfstep(window, hysteresis, consecutive, before):
     scale = halfstep.DynamicScale(
-        2.0**10, growth_interval=window, min_scale=1.0, max_scale=2.0**100, hysteresis=hysteresis,
+        2.0**10, growth_interval=window, min_scale=1.0, max_scale=2.0**120, hysteresis=hysteresis,
         consecutive_hysteresis=consecutive and hysteresis > 1,
     )  # fmt: skip
     scaler = halfstep.GradScaler("cpu", scale=scale)

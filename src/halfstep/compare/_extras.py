@@ -1,7 +1,7 @@
 """Optional packages of the `cli` extra, imported where they are used and missed in plain words.
 
-Purpose: the core of halfstep needs torch alone; the study needs scikit-learn, matplotlib, jinja2 and rich. Not here: any
-fallback. Without the package the study stops with one line that says what to install.
+Purpose: the core of halfstep needs torch alone; the study needs scikit-learn, matplotlib, jinja2 and rich. Not here:
+any fallback. Without the package the study stops with one line that says what to install.
 """
 
 from __future__ import annotations

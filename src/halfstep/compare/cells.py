@@ -1,6 +1,7 @@
 """How a row's numbers are written, for the terminal's table and the report alike.
 
-Purpose: one number looks the same everywhere. Method: each cell is a function of the row. Not here: colours and layout.
+Purpose: one number looks the same everywhere. Method: each cell is a function of the row. Not here: colours and
+layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What one training step looks like from inside: gradients that vanished, and bytes that are held.
 
-Purpose: the numbers behind a row. Method: gradients are read once at the first and once at the last step, as they came out of
-the backward pass and *before* unscaling, because that is what the 16-bit format had to hold. Bytes are those of live storages,
-each counted once. What a forward pass keeps for the backward pass is seen by saved-tensor hooks during one step.
+Purpose: the numbers behind a row. Method: gradients are read once at the first and once at the last step, as they came
+out of the backward pass and *before* unscaling, because that is what the 16-bit format had to hold. Bytes are those of
+live storages, each counted once. What a forward pass keeps for the backward pass is seen by saved-tensor hooks during
+one step.
 
 Not here: any estimate; temporary tensors inside one operation, which no autograd hook can see.
 """
@@ -119,7 +120,7 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
 
 def _is_made_of_a_weight(tensor: Tensor) -> bool:
-    """Whether casts and views alone lead from a parameter to this tensor: its history is one line that ends in a leaf."""
+    """Whether casts and views alone lead from a parameter to this tensor: one line of history, ending in a leaf."""
     node = tensor.grad_fn
     while node is not None:
         if type(node).__name__ == "AccumulateGrad":
@@ -131,7 +132,14 @@ def _is_made_of_a_weight(tensor: Tensor) -> bool:
     return False
 
 
-_COPIES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0", "CloneBackward0"}
+_COPIES = {
+    "ToCopyBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "CloneBackward0",
+}
 
 
 def footprint(model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedBytes) -> Footprint:

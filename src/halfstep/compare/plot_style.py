@@ -1,7 +1,8 @@
 """How the study's pictures look: sizes, colours, fonts, and labels at the ends of lines.
 
-Purpose: one place for what all pictures share. Method: colours of Okabe and Ito ("Color Universal Design", 2008), which remain
-apart for the common kinds of colour blindness, and line styles beside them for print. Not here: any picture.
+Purpose: one place for what all pictures share. Method: colours of Okabe and Ito ("Color Universal Design", 2008),
+which remain apart for the common kinds of colour blindness, and line styles beside them for print. Not here: any
+picture.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The regimes of the study: in which format forward and backward run, and how the loss is scaled.
 
-Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. All keep fp32 weights
-(torch.autocast casts copies of them) and all step through halfstep's scaler, the unscaled ones with ``NoScale``, so that
-rows differ in precision and scale and in nothing else.
+Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. All keep fp32
+weights (torch.autocast casts copies of them) and all step through halfstep's scaler, the unscaled ones with
+``NoScale``, so that rows differ in precision and scale and in nothing else.
 
-Growth intervals: 2000 clean steps is every library's default and suits runs of 10**5 steps. The autoencoder's run has 2200,
-so the ordinary dynamic regime here doubles every 200; the start from 8 is shown with both.
+Growth intervals: 2000 clean steps is every library's default and suits runs of 10**5 steps. The autoencoder's run has
+2200, so the ordinary dynamic regime here doubles every 200; the start from 8 is shown with both.
 
 Source: P. Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 to 3.3.
 """

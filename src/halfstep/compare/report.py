@@ -1,10 +1,10 @@
 """The study on disk: one HTML page that needs nothing else, its pictures, and its numbers as JSON.
 
-Purpose: something to show, to keep and to compute with. Method: everything is written into a fresh folder beside the target and
-moved there when it is complete, so that an interrupted or failed run leaves no half of a report. The pictures are inside the
-page (base64), so it works offline and can be mailed.
+Purpose: something to show, to keep and to compute with. Method: everything is written into a fresh folder beside the
+target and moved there when it is complete, so that an interrupted or failed run leaves no half of a report. The
+pictures are inside the page (base64), so it works offline and can be mailed.
 
-Not here: numbers (rows.py), pictures (plots.py), words (words_*.py).
+Not here: numbers (rows.py), pictures (plots.py), words (texts/).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 
 from halfstep.compare import cells
 from halfstep.compare._extras import need
+from halfstep.compare.plot_gradients import DAMAGED, cure
 from halfstep.compare.plot_style import plot_words
-from halfstep.compare.plots import DAMAGED, Picture, cure, pictures
+from halfstep.compare.plots import Picture, pictures
 from halfstep.compare.rows import limits_of
-from halfstep.compare.run import REFERENCE, Study
+from halfstep.compare.run import Study
+from halfstep.compare.settings import REFERENCE
 from halfstep.compare.tasks import Task
 from halfstep.compare.words import Words
 from halfstep.errors import ArgumentError

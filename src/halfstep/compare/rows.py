@@ -1,7 +1,7 @@
 """Rows of the study: the runs of one task and one regime over all seeds, summed up and judged.
 
-Purpose: the numbers that table, report and JSON share, computed once. Method: each run is paired with the fp32 run of the same
-seed; differences are means over pairs. Not here: how rows look (table.py, report.py).
+Purpose: the numbers that table, report and JSON share, computed once. Method: each run is paired with the fp32 run of
+the same seed; differences are means over pairs. Not here: how rows look (table.py, report.py).
 """
 
 from __future__ import annotations

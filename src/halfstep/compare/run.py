@@ -1,8 +1,8 @@
 """The study: tasks x regimes x seeds, in as many processes as there are cores.
 
-Purpose: everything that table, report and JSON are made from, in one value. Method: every run is one job for a pool of spawned
-processes with one thread each, longest first; time per step is measured afterwards, alone, in this process. fp32 is always
-among the regimes, for it is what the others are compared with.
+Purpose: everything that table, report and JSON are made from, in one value. Method: every run is one job for a pool of
+spawned processes with one thread each, longest first; time per step is measured afterwards, alone, in this process.
+fp32 is always among the regimes, for it is what the others are compared with.
 
 Not here: any output; a caller that wants a progress bar passes a callable.
 """
@@ -15,45 +15,24 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import halfstep
-from halfstep.compare.regimes import REGIMES, Regime
+from halfstep.compare.regimes import Regime
 from halfstep.compare.rows import Row, limits_of, make_row
-from halfstep.compare.tasks import TASKS, Task, as_plain
+from halfstep.compare.settings import REFERENCE, Settings
+from halfstep.compare.tasks import Task, as_plain
 from halfstep.compare.timing import time_steps
-from halfstep.compare.train import Precision, Run, train
-from halfstep.errors import ArgumentError
+from halfstep.compare.train import Run, train
+from halfstep.compare.trainer import Precision
 from halfstep.hardware import probe
 
 SCHEMA = 1
-REFERENCE = REGIMES["fp32"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, name of the run that just ended)."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to run; made by `choose`, which checks every value.
-
-    Args:
-        tasks: in the order of the report.
-        regimes: the same; fp32 is among them.
-        num_seeds: seeds 0 to this number minus 1.
-        is_quick: whether each task is trained for its short form only.
-        num_jobs: processes; 1 runs everything in this one.
-        device: of all runs.
-    """
-
-    tasks: tuple[Task, ...]
-    regimes: tuple[Regime, ...]
-    num_seeds: int
-    is_quick: bool
-    num_jobs: int
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -97,64 +76,18 @@ class Study:
         }
 
 
-def choose(
-    tasks: Sequence[str] = (),
-    regimes: Sequence[str] = (),
-    *,
-    num_seeds: int = 1,
-    is_quick: bool = False,
-    num_jobs: int | None = None,
-    device: str = "auto",
-) -> Settings:
-    """Check what was asked for and turn names into tasks and regimes.
-
-    Args:
-        tasks: names; empty means all (in quick form, those that have one).
-        regimes: names; empty means all (in quick form, those meant for it). fp32 is added where it is missing.
-        num_seeds: 1 for a look, 3 for the full study.
-        is_quick: a lecture demonstration: fewer tasks, regimes and epochs.
-        num_jobs: processes; None means one per core on the CPU, and one on an accelerator.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"``, which takes CUDA where there is some.
-
-    Returns:
-        Settings for `compare`.
-
-    Raises:
-        ArgumentError: a name is unknown or a number too small.
-
-    Example:
-        >>> settings = choose(["linear"], ["bf16"], num_jobs=1)
-        >>> [regime.name for regime in settings.regimes]
-        ['fp32', 'bf16']
-    """
-    place = _device(device)
-    chosen_tasks = _pick(TASKS, tasks, "task") or [task for task in TASKS.values() if task.num_epochs(quick=is_quick)]
-    chosen_regimes = _pick(REGIMES, regimes, "regime") or [r for r in REGIMES.values() if r.in_quick or not is_quick]
-    if REFERENCE not in chosen_regimes:
-        chosen_regimes.insert(0, REFERENCE)
-    if num_jobs is None:
-        num_jobs = (os.cpu_count() or 1) if place.type == "cpu" else 1
-    return Settings(
-        tasks=tuple(chosen_tasks),
-        regimes=tuple(chosen_regimes),
-        num_seeds=_at_least_one(num_seeds, "seeds"),
-        is_quick=is_quick,
-        num_jobs=_at_least_one(num_jobs, "jobs"),
-        device=place,
-    )
-
-
-def compare(settings: Settings, progress: Progress = lambda done, total, name: None) -> Study:
+def compare(settings: Settings, progress: Progress | None = None) -> Study:
     """Run the study.
 
     Args:
         settings: from `choose`.
-        progress: called after every run.
+        progress: called after every run, if given.
 
     Returns:
         The study; nothing is printed and nothing written.
 
     Example:
+        >>> from halfstep.compare.settings import choose
         >>> study = compare(choose(["linear-small-units"], ["fp16-unscaled", "fp16-static-1024"], num_jobs=1))
         >>> [row.verdict.value for row in study.rows]
         ['matches fp32', 'stalls', 'matches fp32']
@@ -164,7 +97,8 @@ def compare(settings: Settings, progress: Progress = lambda done, total, name: N
     runs: dict[tuple[str, str, int], Run] = {}
     for run in results:
         runs[run.task, run.regime, run.seed] = run
-        progress(len(runs), len(jobs), f"{run.task} / {run.regime}")
+        if progress is not None:
+            progress(len(runs), len(jobs), f"{run.task} / {run.regime}")
     rows = [row for task in settings.tasks for row in _rows_of(task, settings, runs)]
     ordered = [runs[job.task.name, job.regime.name, job.seed] for job in jobs]
     return Study(settings, machine_facts(settings), tuple(rows), tuple(ordered))
@@ -225,7 +159,9 @@ def _in_this_process(jobs: Sequence[_Job]) -> Iterator[Run]:
 def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:
     """Results in the order in which they come; longest jobs first, so that no core idles at the end."""
     spawn = multiprocessing.get_context("spawn")  # fork would copy torch's thread pool in an unusable state
-    pool = ProcessPoolExecutor(min(num_jobs, len(jobs)), mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ProcessPoolExecutor(
+        min(num_jobs, len(jobs)), mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)
+    )
     try:
         futures = [pool.submit(job.run) for job in sorted(jobs, key=lambda job: -job.num_epochs)]
         for future in as_completed(futures):
@@ -246,44 +182,3 @@ def _rows_of(task: Task, settings: Settings, runs: dict[tuple[str, str, int], Ru
 
 def _regime_as_plain(regime: Regime) -> dict[str, Any]:
     return {"format": regime.format.name, "scale": regime.build_scale().state_dict()}
-
-
-# ---- checking what was asked ----------------------------------------------------------------------------------------
-
-Named = TypeVar("Named")
-
-
-def _pick(table: dict[str, Named], names: Sequence[str], kind: str) -> list[Named]:
-    unknown = [name for name in names if name not in table]
-    if unknown:
-        raise ArgumentError(
-            asked=f"the {kind} {', '.join(map(repr, unknown))}",
-            true=f"the {kind}s are {', '.join(table)}",
-            why=f"there is no {kind} of that name",
-            fix=f"choose one of these, or leave --{kind} out to run all",
-        )
-    return [value for name, value in table.items() if name in names]
-
-
-def _at_least_one(value: int, name: str) -> int:
-    if value < 1:
-        raise ArgumentError(
-            asked=f"{name}={value}",
-            true=f"{name} is a count, 1 or more",
-            why="nothing would run",
-            fix=f"pass --{name} 1, or more",
-        )
-    return value
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise ArgumentError(
-            asked=f"device={name!r}",
-            true=f"the study runs on cpu and cuda; CUDA is {'' if torch.cuda.is_available() else 'not '}available here",
-            why="there is nothing to run on",
-            fix="pass --device cpu, or leave --device out",
-        )
-    return torch.device(name)

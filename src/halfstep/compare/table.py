@@ -1,7 +1,7 @@
 """The study as tables in a terminal.
 
-Purpose: the verdicts, readable without opening a file. Method: one rich table per task; cells come from cells.py. Not here:
-printing, which is the command line's.
+Purpose: the verdicts, readable without opening a file. Method: one rich table per task; cells come from cells.py. Not
+here: printing, which is the command line's.
 """
 
 from __future__ import annotations

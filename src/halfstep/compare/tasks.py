@@ -4,36 +4,41 @@ Purpose: show where half precision is free, where it fails, and that the differe
 
 Method: a task is data (a frozen dataclass) plus functions that build its tensors, model and optimizer.
 
-- ``linear`` and ``linear-small-units`` are one regression in two systems of units. Inputs and targets of the second are
-  2**-14 times those of the first and its learning rate 2**28 times, so in exact arithmetic the two runs are the same run.
-  Its gradients are 2**-28 times as large, below fp16's smallest subnormal.
-- ``autoencoder`` is a deep sigmoid autoencoder on handwritten digits. A sigmoid's derivative is at most 1/4, so each layer
-  shrinks the gradient; nine of them push the first layers' gradients out of fp16. ``autoencoder-tanh`` and
+- ``linear`` and ``linear-small-units`` are one regression in two systems of units. Inputs and targets of the second
+  are 2**-14 times those of the first and its learning rate 2**28 times, so in exact arithmetic the two runs are the
+  same run. Its gradients are 2**-28 times as large, below fp16's smallest subnormal.
+- ``autoencoder`` is a deep sigmoid autoencoder on handwritten digits. A sigmoid's derivative is at most 1/4, so each
+  layer shrinks the gradient; nine of them push the first layers' gradients out of fp16. ``autoencoder-tanh`` and
   ``autoencoder-relu`` differ in the activation only.
 - ``digits`` is a convolutional classifier with batch normalisation, the ordinary case.
 
 Not here: training (train.py), precision (regimes.py), judgement beyond a task's own tolerances (verdict.py).
 
-Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI; the copy inside scikit-learn.
+Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI; the copy inside scikit-
+learn.
 """
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.compare._extras import need
+from halfstep.compare._extras import missing
 
 NUM_TRAIN_DIGITS = 1437  # of 1797: four fifths, as in most published splits of this set
 
 # 2**-14 is fp16's smallest normal (6.1e-5): inputs of this size still have most of their digits in fp16, while the
-# gradient of the mean squared error, which is quadratic in the unit, is near 2**-28 and so below 2**-25, where fp16 rounds to 0.
+# gradient of the mean squared error, which is quadratic in the unit, is near 2**-28: fp16 rounds 2**-25 and less to 0.
 SMALL_UNIT = 2.0**-14
 
 
@@ -65,7 +70,7 @@ class Task:
         loss: loss of (model output, target), a scalar.
         metric: error of (model, model output on the test inputs, data); *lower is better*. Verdicts judge this number.
         constant_metric: the metric of the best predictor that ignores its input.
-        metric_name: a key of words.py.
+        metric_name: a key of texts/*.json.
         batch_size: examples per step.
         epochs: passes over the training data.
         quick_epochs: the same in a lecture demonstration; 0 leaves the task out there.
@@ -126,10 +131,21 @@ def _zero_weight_error(_: Data) -> float:
 @lru_cache(maxsize=1)
 def _digits() -> tuple[Tensor, Tensor]:
     """Images [1797, 64] in 0..1 and labels [1797], in an order fixed by seed 0."""
-    bunch = need("sklearn.datasets", "the handwritten digits of scikit-learn").load_digits()
-    order = torch.randperm(len(bunch.data), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(bunch.data, dtype=torch.float32)[order] / 16  # the pixels are whole numbers from 0 to 16
-    return images, torch.tensor(bunch.target)[order]
+    table = _digits_table()
+    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
+    return table[:, :64].float() / 16, table[:, 64]  # the pixels are whole numbers from 0 to 16
+
+
+def _digits_table() -> Tensor:
+    """Pixels and label of each image, [1797, 65], as scikit-learn's package holds them.
+
+    The file is read past ``sklearn.datasets.load_digits``, whose import takes two seconds in each worker process.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise missing("sklearn", "the handwritten digits of scikit-learn")
+    with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as lines:
+        return torch.tensor([[round(float(number)) for number in line.split(",")] for line in lines])
 
 
 def _reconstruction_data() -> Data:
@@ -148,7 +164,7 @@ def _autoencoder(activation: Callable[[], nn.Module]) -> nn.Module:
     """64-256-128-64-32-8 and back: ten linear layers, the activation between them, a linear output."""
     sizes = [64, 256, 128, 64, 32, 8, 32, 64, 128, 256, 64]
     layers: list[nn.Module] = []
-    for num_in, num_out in zip(sizes, sizes[1:], strict=False):
+    for num_in, num_out in pairwise(sizes):
         linear = nn.Linear(num_in, num_out)
         nn.init.xavier_uniform_(linear.weight)
         nn.init.zeros_(linear.bias)

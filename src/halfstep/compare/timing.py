@@ -1,9 +1,9 @@
 """Time per step of each regime relative to fp32, on an otherwise idle process.
 
-Purpose: what half precision buys in speed here. Method: the regimes take turns, a few steps each, again and again in one
-process, and medians are compared; whatever else the machine does then hits all alike. Emulated regimes are left out: the time
-of an emulation says nothing about the hardware that it stands for. Not here: warm-up effects such as compilation; the first
-turn is thrown away.
+Purpose: what half precision buys in speed here. Method: the regimes take turns, a few steps each, again and again in
+one process, and medians are compared; whatever else the machine does then hits all alike. Emulated regimes are left
+out: the time of an emulation says nothing about the hardware that it stands for. Not here: warm-up effects such as
+compilation; the first turn is thrown away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Task
-from halfstep.compare.train import Precision, Trainer
+from halfstep.compare.trainer import Precision, Trainer
 from halfstep.errors import HalfstepWarning
 
 NUM_TURNS = 9

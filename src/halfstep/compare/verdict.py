@@ -1,7 +1,8 @@
 """The verdict on a run, from thresholds that the report prints.
 
-Purpose: one word per row that a reader can check by hand. Method: four questions in this order, against fp32 with the same
-seed and against the best predictor that ignores its input. Not here: any knowledge of a task's or a regime's name.
+Purpose: one word per row that a reader can check by hand. Method: four questions in this order, against fp32 with the
+same seed and against the best predictor that ignores its input. Not here: any knowledge of a task's or a regime's
+name.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def judge(
         limits: the thresholds.
 
     Returns:
-        ``DIVERGES`` if something is inf or NaN or the error is beyond ``diverge_factor`` times the constant predictor's;
-        else ``STALLS`` if no weight moved or the error is about the constant predictor's; else ``MATCHES`` if the error is
-        within the tolerances above fp32's; else ``WORSE``.
+        ``DIVERGES`` if something is inf or NaN or the error is beyond ``diverge_factor`` times the constant
+        predictor's; else ``STALLS`` if no weight moved or the error is about the constant predictor's; else ``MATCHES``
+        if the error is within the tolerances above fp32's; else ``WORSE``.
 
     Example:
         >>> limits = Thresholds(same_relative=0.1, same_absolute=0.0)

@@ -1,18 +1,21 @@
 """The study's words in the reader's language.
 
-Purpose: table, report and plots look every text up here. Method: one dictionary per language with the same keys. Not here:
-names of tasks and regimes, which are the same in every language because one types them.
+Purpose: table, report and plots look every text up here. Method: one file per language, ``texts/*.json``, with the
+same keys and the same places in braces (a test compares them). Not here: names of tasks and regimes, which are the
+same in every language because one types them.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from halfstep.compare import words_en, words_zh
 from halfstep.errors import ArgumentError
 
-LANGUAGES = {"en": words_en.WORDS, "zh": words_zh.WORDS}
+LANGUAGES = ("en", "zh")
 
 
 @dataclass(frozen=True)
@@ -60,4 +63,10 @@ def words_in(code: str) -> Words:
             why="there is no translation",
             fix="pass --lang en or --lang zh",
         )
-    return Words(code, LANGUAGES[code])
+    return Words(code, _texts(code))
+
+
+@cache
+def _texts(code: str) -> dict[str, str]:
+    text = files("halfstep.compare").joinpath("texts").joinpath(f"{code}.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

@@ -1,0 +1,127 @@
+"""What a study is to run, checked before anything does.
+
+Purpose: names become tasks and regimes here, once; the rest never sees a string that could be wrong. Method: `choose`
+refuses every value that cannot work, in four parts. Not here: running (run.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from halfstep.compare.regimes import REGIMES, Regime
+from halfstep.compare.tasks import TASKS, Task
+from halfstep.errors import ArgumentError
+
+REFERENCE = REGIMES["fp32"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run; made by `choose`, which checks every value.
+
+    Args:
+        tasks: in the order of the report.
+        regimes: the same; fp32 is among them.
+        num_seeds: seeds 0 to this number minus 1.
+        is_quick: whether each task is trained for its short form only.
+        num_jobs: processes; 1 runs everything in this one.
+        device: of all runs.
+    """
+
+    tasks: tuple[Task, ...]
+    regimes: tuple[Regime, ...]
+    num_seeds: int
+    is_quick: bool
+    num_jobs: int
+    device: torch.device
+
+
+def choose(
+    tasks: Sequence[str] = (),
+    regimes: Sequence[str] = (),
+    *,
+    num_seeds: int = 1,
+    is_quick: bool = False,
+    num_jobs: int | None = None,
+    device: str = "auto",
+) -> Settings:
+    """Check what was asked for and turn names into tasks and regimes.
+
+    Args:
+        tasks: names; empty means all (in quick form, those that have one).
+        regimes: names; empty means all (in quick form, those meant for it). fp32 is added where it is missing.
+        num_seeds: 1 for a look, 3 for the full study.
+        is_quick: a lecture demonstration: fewer tasks, regimes and epochs.
+        num_jobs: processes; None means one per core on the CPU, and one on an accelerator.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``, which takes CUDA where there is some.
+
+    Returns:
+        Settings for `compare`.
+
+    Raises:
+        ArgumentError: a name is unknown or a number too small.
+
+    Example:
+        >>> settings = choose(["linear"], ["bf16"], num_jobs=1)
+        >>> [regime.name for regime in settings.regimes]
+        ['fp32', 'bf16']
+    """
+    place = _device(device)
+    chosen_tasks = _pick(TASKS, tasks, "task") or [task for task in TASKS.values() if task.num_epochs(quick=is_quick)]
+    chosen_regimes = _pick(REGIMES, regimes, "regime") or [r for r in REGIMES.values() if r.in_quick or not is_quick]
+    if REFERENCE not in chosen_regimes:
+        chosen_regimes.insert(0, REFERENCE)
+    if num_jobs is None:
+        num_jobs = (os.cpu_count() or 1) if place.type == "cpu" else 1
+    return Settings(
+        tasks=tuple(chosen_tasks),
+        regimes=tuple(chosen_regimes),
+        num_seeds=_at_least_one(num_seeds, "seeds"),
+        is_quick=is_quick,
+        num_jobs=_at_least_one(num_jobs, "jobs"),
+        device=place,
+    )
+
+
+Named = TypeVar("Named")
+
+
+def _pick(table: dict[str, Named], names: Sequence[str], kind: str) -> list[Named]:
+    unknown = [name for name in names if name not in table]
+    if unknown:
+        raise ArgumentError(
+            asked=f"the {kind} {', '.join(map(repr, unknown))}",
+            true=f"the {kind}s are {', '.join(table)}",
+            why=f"there is no {kind} of that name",
+            fix=f"choose one of these, or leave --{kind} out to run all",
+        )
+    return [value for name, value in table.items() if name in names]
+
+
+def _at_least_one(value: int, name: str) -> int:
+    if value < 1:
+        raise ArgumentError(
+            asked=f"{name}={value}",
+            true=f"{name} is a count, 1 or more",
+            why="nothing would run",
+            fix=f"pass --{name} 1, or more",
+        )
+    return value
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise ArgumentError(
+            asked=f"device={name!r}",
+            true=f"the study runs on cpu and cuda; CUDA is {'' if torch.cuda.is_available() else 'not '}available here",
+            why="there is nothing to run on",
+            fix="pass --device cpu, or leave --device out",
+        )
+    return torch.device(name)
