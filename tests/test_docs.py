@@ -20,6 +20,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import math
 import os
 import pkgutil
@@ -94,7 +95,7 @@ def blocks_of(text: str, page: str) -> list[Block]:
 def run_page(path: Path, *, must_show_output: bool) -> None:
     blocks = blocks_of(path.read_text(encoding="utf-8"), path.name)
     namespace: dict[str, object] = {"__name__": path.stem}
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
         if block.language != "python":
             if "output" in block.asked and block.language != "text":
                 raise PageError(f"{block.where}: output is shown in a ```text block")
@@ -272,8 +273,9 @@ def wrong_numbers(text: str) -> list[str]:
     """Quoted numbers that differ from the source, and tables of defaults that differ from a signature."""
     for name in MODULES:
         importlib.import_module(name)
-    wrong = []
-    for expression, literal in re.findall(r"<!-- = (.+?) -->`?([-+*./\w]*\w)", text):
+    quoted = re.findall(r"<!-- = (.+?) -->`?([-+*./\w]*\w)", text)
+    wrong = [] if len(quoted) == text.count("<!-- =") else ["a comment that no number follows"]
+    for expression, literal in quoted:
         if eval(literal) != eval(expression, {"halfstep": halfstep, "torch": torch}):
             wrong.append(f"{literal} is not {expression}")
     for name, table in re.findall(r"<!-- defaults: ([\w.]+) -->\n((?:\|.*\n)+)", text):
@@ -296,6 +298,7 @@ def test_the_number_test_can_fail():
     )
     assert wrong_numbers(right) == []
     assert len(wrong_numbers(right.replace("65504", "65536").replace("2**4", "17"))) == 2
+    assert len(wrong_numbers(right.replace("65504", "\n(65504)"))) == 1
     table = "<!-- defaults: halfstep.emulate -->\n| argument | default |\n|---|---|\n| `format` | `'fp16'` |\n"
     assert wrong_numbers(table) == []
     assert wrong_numbers(table.replace("fp16", "bf16")) != []

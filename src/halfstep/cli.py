@@ -78,7 +78,7 @@ def compare(
         study = run.compare(chosen, progress)
     paths = report.write_report(study, out, language)
     console = _console()
-    console.print(*table.tables(study, language), sep="\n")
+    console.print(*table.tables(study, language, console), sep="\n")
     console.print(f"{paths[0]}  (+ {', '.join(path.name for path in paths[1:])})", highlight=False)
 
 

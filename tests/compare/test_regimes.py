@@ -37,3 +37,5 @@ def test_fp32_is_the_only_regime_without_autocast():
 def test_tasks_and_regimes_travel_to_worker_processes():
     for value in (*REGIMES.values(), *TASKS.values()):
         assert pickle.loads(pickle.dumps(value)).name == value.name
+    for regime in REGIMES.values():
+        assert pickle.loads(pickle.dumps(regime)).autocast_dtype == regime.autocast_dtype

@@ -1,6 +1,7 @@
 """The report on disk: complete or not there, and in need of nothing else."""
 
 import base64
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -160,15 +161,29 @@ def test_checking_a_folder_makes_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("code", "stalls"), [("en", "✗ stalls"), ("zh", "✗ 停滞")])
-def test_the_table_in_the_terminal(study, code, stalls):
+def printed(study, code, width):
     from rich.console import Console
 
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(*table.tables(study, words_in(code)))
-        text = console.export_text()
+    console = Console(width=width, file=io.StringIO())
+    console.print(*table.tables(study, words_in(code), console), sep="\n")
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(("code", "stalls"), [("en", "✗ stalls"), ("zh", "✗ 停滞")])
+def test_the_table_in_the_terminal(study, code, stalls):
+    text = printed(study, code, 140)
     for row in study.rows:
         assert row.regime in text
     assert text.count(stalls) == sum(row.verdict.value == "stalls" for row in study.rows)
-    assert words_in(code)("emulated") in text or not study.machine["emulated_regimes"]
+    assert "100% → 100%" in text
+    if study.machine["emulated_formats"]:
+        assert words_in(code)("emulated_short", formats=", ".join(study.machine["emulated_formats"])) in text
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(study):
+    text = printed(study, "en", 70)
+    assert "fp16-static-1024" in text
+    assert "✓ matches fp32" in text
+    assert "…" not in text
+    assert "activations" not in text
+    assert "activations" in printed(study, "en", 120)

@@ -12,7 +12,7 @@ from halfstep.compare.tasks import TASKS
 from halfstep.compare.train import train
 from halfstep.compare.trainer import Trainer
 from halfstep.compare.verdict import Verdict
-from halfstep.scaling.scale import StaticScale
+from halfstep.scaling.scale import DynamicScale, StaticScale
 
 
 def run(task, regime, *, seed=0, epochs=None):
@@ -55,7 +55,7 @@ def test_in_small_units_scaling_or_bf16_converges(regime, error, small_units_fp3
 
 
 def test_a_larger_scale_comes_closer_to_the_true_weights():
-    errors = [train(TASKS["linear-small-units"], scaled_by(2.0**log2), 0, num_epochs=12).metric for log2 in (3, 10, 16)]
+    errors = [train(TASKS["linear-small-units"], scaled_by(2.0**log2), 0, num_epochs=8).metric for log2 in (3, 10, 16)]
     assert errors[0] > 10 * errors[1] > 50 * errors[2]
 
 
@@ -119,3 +119,10 @@ def test_batch_normalisation_does_not_mind_half_precision():
     half, full = run("digits", "fp16-unscaled", epochs=2), run("digits", "fp32", epochs=2)
     assert abs(half.metric - full.metric) <= TASKS["digits"].same_absolute
     assert half.footprint.activation_bytes < 0.6 * full.footprint.activation_bytes
+
+
+def test_a_dynamic_regime_grows_after_its_own_number_of_clean_steps():
+    regime = dataclasses.replace(REGIMES["fp16-dynamic"], build_scale=partial(DynamicScale, 8.0, growth_interval=10))
+    growing = train(TASKS["linear-small-units"], regime, 0, num_epochs=2)
+    assert growing.scales == (8.0,) * 10 + (16.0,) * 10 + (32.0,) * 10 + (64.0,) * 2
+    assert growing.final_scale == 64.0

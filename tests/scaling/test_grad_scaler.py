@@ -583,7 +583,7 @@ def test_repeat_raises_or_calls_or_warns():
     s = scaler(on_repeat="raise", repeat_after=4)
     for _ in range(3):
         window(s, SGD([w], 0.1), w.sum() * NAN)
-    with pytest.raises(NonFiniteError, match="the 4th time in a row") as caught:
+    with pytest.raises(NonFiniteError, match="skips in a row: 4") as caught:
         window(s, SGD([w], 0.1), w.sum() * NAN)
     four_parts(caught)
     assert isinstance(caught.value, FloatingPointError)
@@ -624,6 +624,23 @@ def test_every_scale_trains(make):
         window(s, optimizer, w.sum() * (INF if step == 1 else 1.0))
     assert w.item() == pytest.approx(0.6)
     assert s.skipped_steps == 1
+
+
+def test_a_scale_that_is_passed_keeps_its_settings():
+    """torch's constructor writes its own defaults into names that are views of the scale."""
+    scale = DynamicScale(64.0, 4.0, 0.25, 3, min_scale=2.0**-3, max_scale=2.0**12, hysteresis=2, tolerance=0.1)
+    before = scale.state_dict()
+    s = halfstep.GradScaler("cpu", scale=scale)
+    assert scale.state_dict() == before
+    assert (s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval()) == (4.0, 0.25, 3)
+
+
+@pytest.mark.parametrize("make", [NoScale, lambda: StaticScale(8.0), AdaptiveScale])
+def test_settings_that_a_scale_does_not_have_are_refused(make):
+    s = halfstep.GradScaler("cpu", scale=make())
+    for call in (lambda: s.set_growth_factor(3.0), lambda: s.set_backoff_factor(0.5), lambda: s.set_growth_interval(9)):
+        with pytest.raises(ArgumentError, match="could not take effect"):
+            call()
 
 
 # -- bounds and setting the scale ------------------------------------------------------------------------------------
@@ -712,7 +729,7 @@ def test_wrong_orders_say_what_to_do_and_change_nothing():
     with pytest.raises(CallOrderError, match=r"unscale_\(\) has already been called on this optimizer since") as caught:
         s.unscale_(optimizer)
     four_parts(caught)
-    assert "SGD with 1 parameters in 1 groups" in str(caught.value)
+    assert "SGD (parameters: 1, groups: 1)" in str(caught.value)
     assert w.grad.item() == 1.0
     s.step(optimizer)
     with pytest.raises(CallOrderError, match=r"step\(\) has already been called since the last update"):

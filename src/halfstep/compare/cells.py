@@ -24,15 +24,15 @@ def is_plain_reference(row: Row) -> bool:
 
 
 def number(value: float) -> str:
-    """Four decimals, or two digits and an exponent where four decimals would show nothing.
+    """Four decimals; two digits where the number is small, with an exponent where it is tiny.
 
     Example:
-        >>> number(0.04372), number(1.234e-14), number(0.0), number(float("nan"))
-        ('0.0437', '1.2e-14', '0', 'nan')
+        >>> [number(value) for value in (0.04372, 0.00148, 1.234e-14, 0.0, float("nan"))]
+        ['0.0437', '0.0015', '1.2e-14', '0', 'nan']
     """
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
+    if math.isfinite(value) and 0.01 <= abs(value) < 1e4:
+        return f"{value:.4f}"
+    return f"{value:.2g}"
 
 
 def percent(share: float) -> str:
@@ -82,6 +82,11 @@ def zeros(row: Row) -> str:
     return f"{percent(row.zero_gradient_share_start)} → {percent(row.zero_gradient_share_end)}"
 
 
+def zeros_short(row: Row) -> str:
+    """The same in whole percent, for the terminal."""
+    return f"{row.zero_gradient_share_start:.0%} → {row.zero_gradient_share_end:.0%}"
+
+
 def extra_zeros(row: Row) -> str:
     """How many more than fp32 at the first and the last step, in percentage points."""
     if row.regime == "fp32":
@@ -93,7 +98,14 @@ def extra_zeros(row: Row) -> str:
 
 
 def kib(num_bytes: int) -> str:
-    """Bytes as KiB."""
+    """Bytes as KiB.
+
+    Example:
+        >>> kib(0), kib(1796), kib(2005192)
+        ('0', '1.8 KiB', '1,958 KiB')
+    """
+    if num_bytes == 0:
+        return "0"
     return f"{num_bytes / 1024:,.0f} KiB" if num_bytes >= 10240 else f"{num_bytes / 1024:.1f} KiB"
 
 

@@ -42,7 +42,7 @@ class Regime:
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype autocast runs in, or None where the regime is plain fp32."""
-        return None if self.format is FP32 else self.format.dtype
+        return None if self.format == FP32 else self.format.dtype  # not `is`: a regime that was pickled has a copy
 
 
 def _fp16(name: str, build_scale: Callable[[], Scale], *, in_quick: bool = True) -> Regime:

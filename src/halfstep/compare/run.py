@@ -132,6 +132,10 @@ class _Job:
     num_epochs: int
     device: str
 
+    def effort(self) -> tuple[int, bool]:
+        """What sorts jobs from short to long: epochs, then whether the arithmetic is emulated."""
+        return self.num_epochs, Precision(self.regime, torch.device(self.device)).is_emulated
+
     def run(self) -> Run:
         return train(self.task, self.regime, self.seed, num_epochs=self.num_epochs, device=self.device)
 
@@ -163,7 +167,7 @@ def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:
         min(num_jobs, len(jobs)), mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)
     )
     try:
-        futures = [pool.submit(job.run) for job in sorted(jobs, key=lambda job: -job.num_epochs)]
+        futures = [pool.submit(job.run) for job in sorted(jobs, key=_Job.effort, reverse=True)]
         for future in as_completed(futures):
             yield future.result()
     finally:

@@ -6,7 +6,7 @@ here: printing, which is the command line's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from halfstep.compare import cells
@@ -26,51 +26,80 @@ _LOOKS = {
 _MARKS = {Verdict.MATCHES: "✓", Verdict.WORSE: "△", Verdict.STALLS: "✗", Verdict.DIVERGES: "✗"}
 
 
-def tables(study: Study, words: Words) -> Iterator[Any]:
-    """One rich table per task.
+def tables(study: Study, words: Words, console: Any) -> Iterator[Any]:
+    """One rich table per task, and a line about emulation where there was some.
 
     Args:
         study: what was measured.
         words: in which language.
+        console: the rich console that will print them; where it is narrow, columns are left out (the report has all).
 
     Yields:
-        Things that a rich console prints.
+        Things that the console prints.
     """
     for task in study.settings.tasks:
-        yield _table(study, task, words)
+        yield _widest_that_fits(study, task, words, console)
+    if study.machine["emulated_formats"]:
+        yield words("emulated_short", formats=", ".join(study.machine["emulated_formats"])) + "\n"
 
 
-def _table(study: Study, task: Task, words: Words) -> Any:
+# The columns that can be left out, the least missed first.
+_CAN_GO = ("activations", "zeros_short", "skipped", "scale")
+
+
+def _widest_that_fits(study: Study, task: Task, words: Words, console: Any) -> Any:
+    for num_gone in range(len(_CAN_GO) + 1):
+        table = _table(study, task, words, without=_CAN_GO[:num_gone])
+        # Measured as if there were room for all: within its real width, rich squeezes a table until it fits.
+        if console.measure(table, options=console.options.update_width(1000)).maximum <= console.width:
+            break
+    return table
+
+
+def _table(study: Study, task: Task, words: Words, *, without: Sequence[str]) -> Any:
+    rows = study.rows_of(task.name)
+    columns = {key: column for key, column in _columns(rows, words).items() if key not in without}
     table = need("rich.table", "the table in the terminal").Table(
         title=f"[bold]{words.name_of('task', task.name)}[/]  [dim]{task.name}[/]",
-        caption=f"{words('error')}: {words(task.metric_name + '_long')}",
+        caption=f"{words('error')}: {words(task.metric_name + '_long')}\n",
+        title_style="",
+        caption_style="dim",
         title_justify="left",
         caption_justify="left",
         header_style="dim",
         box=need("rich.box", "the table in the terminal").SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
-    table.add_column(words("regime"), no_wrap=True)
-    for key in ("error", "difference"):
-        table.add_column(words(key), justify="right", no_wrap=True)
-    table.add_column(words("verdict"), no_wrap=True)
-    for key in ("skipped", "zeros", "activations", "time", "scale"):
-        table.add_column(words(key), justify="right")
-    for row in study.rows_of(task.name):
-        table.add_row(*_cells(row, words))
+    for key, (side, _) in columns.items():
+        # Headings may take two lines, cells may not: a cell on two lines reads as two rows.
+        name = words(key).replace(" ", "\n", 1) if key in _TWO_LINES else words(key)
+        table.add_column(name, justify=side, no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in columns.values()))
     return table
 
 
-def _cells(row: Row, words: Words) -> list[str]:
+_TWO_LINES = ("difference", "skipped", "scale", "time")
+
+
+def _columns(rows: Sequence[Row], words: Words) -> dict[str, tuple[str, Callable[[Row], str]]]:
+    """Heading's key -> (side, cell of a row); time only where there is a second regime to compare with."""
+    columns: dict[str, tuple[str, Callable[[Row], str]]] = {
+        "regime": ("left", lambda row: row.regime),
+        "error": ("right", cells.error),
+        "difference": ("right", cells.difference),
+        "verdict": ("left", lambda row: _verdict(row, words)),
+        "skipped": ("right", cells.skipped),
+        "zeros_short": ("right", cells.zeros_short),
+        "activations": ("right", lambda row: cells.kib(row.peak_activation_bytes)),
+        "scale": ("right", lambda row: cells.scale(row.final_scale)),
+    }
+    if sum(row.step_time_ratio is not None for row in rows) > 1:
+        columns["time"] = ("right", lambda row: cells.time_ratio(row, words))
+    return columns
+
+
+def _verdict(row: Row, words: Words) -> str:
     look, mark = ("dim", " ") if cells.is_plain_reference(row) else (_LOOKS[row.verdict], _MARKS[row.verdict])
-    return [
-        row.regime,
-        cells.error(row),
-        cells.difference(row),
-        f"[{look}]{mark} {cells.verdict(row, words)}[/]",
-        cells.skipped(row),
-        cells.zeros(row),
-        cells.kib(row.peak_activation_bytes),
-        cells.time_ratio(row, words),
-        cells.scale(row.final_scale),
-    ]
+    return f"[{look}]{mark} {cells.verdict(row, words)}[/]"

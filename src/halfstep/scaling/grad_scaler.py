@@ -120,7 +120,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         }
         self._rule = scale_from(settings, scale) if enabled else NoScale()
         self._has_free_bounds = scale is None and min_scale is None and max_scale is None
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # torch's constructor writes these through TorchNames into the rule: hand it the rule's own values.
+        super().__init__(device, init_scale, self._growth_factor, self._backoff_factor, self._growth_interval, enabled)
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
         self._begin(Books(log, ParameterOrder(model)))
 

@@ -10,7 +10,7 @@ from halfstep.errors import ArgumentError, CallOrderError, NotScaledError, State
 
 def _called(optimizer: torch.optim.Optimizer) -> str:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} with {sum(sizes)} parameters in {len(sizes)} groups"
+    return f"{type(optimizer).__name__} (parameters: {sum(sizes)}, groups: {len(sizes)})"
 
 
 class Fp16GradientError(UnsupportedError, ValueError):
@@ -166,4 +166,14 @@ def shared_parameters(optimizer: torch.optim.Optimizer, other: object, num_share
         true=f"{num_shared} parameters with gradients belong to both optimizers",
         why="their gradients would be unscaled twice, and stepped twice with one backward pass",
         fix="give each parameter to one optimizer, or call update() and backward() between the two steps",
+    )
+
+
+def setting_without_effect(setting: str, scale: object) -> ArgumentError:
+    """A setting of a dynamic scale on a scale that has none such."""
+    return ArgumentError(
+        asked=f"set_{setting}()",
+        true=f"the scale is {scale!r}, which has no {setting}",
+        why="the setting could not take effect",
+        fix="use a DynamicScale, or leave the call out",
     )

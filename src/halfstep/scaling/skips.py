@@ -86,7 +86,7 @@ class SkipLog:
 
     def _repeat(self, culprit: Culprit | None, scale: float) -> None:
         error = NonFiniteError(
-            asked=f"step {self.steps}: skipped, the {self.skips_in_a_row}th time in a row",
+            asked=f"step {self.steps}: skipped; skips in a row: {self.skips_in_a_row}",
             true=f"{_bad_gradient(culprit)}, even at scale {scale:g}",
             why="the loss or the forward pass itself is inf or NaN: lowering the scale cannot help",
             fix="print the loss; run the named layer in fp32 or bf16; look there for log(0), 0/0, values above 65504",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import NotScaledError
+from halfstep.scaling import refusals
 from halfstep.scaling.checks import checked_backoff_factor, checked_count, checked_growth_factor
 from halfstep.scaling.scale import Scale
 
@@ -87,18 +88,25 @@ class TorchNames:
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the multiplier after a growth interval; above 1."""
+        self._refuse_without("growth_factor")
         self._growth_factor = checked_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the multiplier on overflow; between 0 and 1."""
+        self._refuse_without("backoff_factor")
         self._backoff_factor = checked_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before growth; at least 1. More clean steps than that count as all but one."""
+        self._refuse_without("growth_interval")
         self._growth_interval = checked_count(new_interval, "growth_interval")
         tracker = self._growth_tracker
         if tracker is not None:  # torch's kernel grows when the count *equals* the interval: never step past it
             tracker.clamp_(max=self._growth_interval - 1)
+
+    def _refuse_without(self, setting: str) -> None:
+        if self._enabled and not hasattr(self._rule, setting):
+            raise refusals.setting_without_effect(setting, self._rule)
 
     def _configure(self, **settings: Any) -> None:
         for name, value in settings.items():
