@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import emulation
+from halfstep import emulated_attention, emulation
 from halfstep.emulation import emulate, needs_emulation
 from halfstep.errors import ArgumentError, UnsupportedError
 from halfstep.hardware import Hardware
@@ -303,11 +303,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_without_rounding_is_torchs_fp32_kernel(case, max_scores, monkeypatch):
     """The same arithmetic, in whatever blocks: outputs, logsumexp, gradients and their layouts."""
-    monkeypatch.setattr(emulation, "_MAX_SCORES", max_scores)
+    monkeypatch.setattr(emulated_attention, "_MAX_SCORES", max_scores)
     (query, key, value), options = attention_case(**CASES[case])
     named = {name: options[name] for name in options if name != "is_causal"}
     is_causal = options.get("is_causal", False)
-    ours = emulation._Attention(query, key, value, 0.0, is_causal, **named)
+    ours = emulated_attention.Attention(query, key, value, 0.0, is_causal, **named)
     out, logsumexp = ours.forward(torch.clone)
     expected, expected_logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, **named

@@ -73,7 +73,7 @@ def compare(
 
     language = words.words_in(lang)
     chosen = settings.choose(tasks or (), regimes or (), num_seeds=seeds, is_quick=quick, num_jobs=jobs, device=device)
-    report.check_folder(out)
+    report.check_report(out)
     with _progress_bar() as progress:
         study = run.compare(chosen, progress)
     paths = report.write_report(study, out, language)

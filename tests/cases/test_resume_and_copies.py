@@ -38,60 +38,71 @@ def test_MP_13_the_saved_scale_and_skips_come_back(make_scaler, param):
     assert resumed.state_dict() == scaler.state_dict()
 
 
-# Trains in a process of its own: scaler, optimizer and faults as the arguments say, from a checkpoint if there is one.
-RUN = textwrap.dedent("""
+RUNS = {
+    "growth": ("optim.SGD(ps, 0.1, momentum=0.9)", "halfstep.GradScaler('cpu', growth_interval=4)"),
+    "hysteresis": ("optim.AdamW(ps, 0.01, fused=True)", "halfstep.GradScaler('cpu', growth_interval=5, hysteresis=2)"),
+    "tolerance": ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', growth_interval=6, tolerance=0.3)"),
+    "adaptive": ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', scale=halfstep.AdaptiveScale())"),
+}
+# Trains every run in a process of its own, from a checkpoint if there is one; a quarter of the steps overflow.
+TRAIN = textwrap.dedent("""
     import math, sys, warnings
     import torch, halfstep
     from halfstep.errors import SkippedStepWarning
     warnings.simplefilter("ignore", SkippedStepWarning)
-    start, stop, optimizer_text, scaler_text, load, save = sys.argv[1:]
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer = eval(optimizer_text, {"ps": model.parameters(), "optim": torch.optim})
-    scaler = eval(scaler_text, {"halfstep": halfstep})
-    if load:
-        saved = torch.load(load)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        scaler.load_state_dict(saved["scaler"])
-    scales = saved["scales"] if load else []
-    for step in range(int(start), int(stop)):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(5, 4, generator=generator)
-        fault = math.inf if torch.rand((), generator=generator) < 0.25 else 1.0
-        optimizer.zero_grad()
-        scaler.scale(model(x).pow(2).mean() * fault).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                "scales": scales, "skipped": scaler.skipped_steps}, save)
+
+    def train(optimizer_text, scaler_text, start, stop, saved):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = eval(optimizer_text, {"ps": model.parameters(), "optim": torch.optim})
+        scaler = eval(scaler_text, {"halfstep": halfstep})
+        if saved:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scaler.load_state_dict(saved["scaler"])
+        scales = saved["scales"] if saved else []
+        for step in range(start, stop):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(5, 4, generator=generator)
+            fault = math.inf if torch.rand((), generator=generator) < 0.25 else 1.0
+            optimizer.zero_grad()
+            scaler.scale(model(x).pow(2).mean() * fault).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                "scales": scales, "skipped": scaler.skipped_steps}
+
+    start, stop, runs, load, save = sys.argv[1:]
+    saved = torch.load(load) if load else {}
+    torch.save({name: train(*texts, int(start), int(stop), saved.get(name)) for name, texts in eval(runs).items()}, save)
 """)
 
 
-def train(start, stop, optimizer, scaler, load, save):
-    arguments = [str(start), str(stop), optimizer, scaler, str(load), str(save)]
-    subprocess.run([sys.executable, "-W", "error", "-c", RUN, *arguments], check=True)
+def train(start, stop, load, save):
+    arguments = [str(start), str(stop), repr(RUNS), str(load), str(save)]
+    subprocess.run([sys.executable, "-W", "error", "-c", TRAIN, *arguments], check=True)
     return torch.load(save)
 
 
-@pytest.mark.parametrize(("optimizer", "scaler"), [
-    ("optim.SGD(ps, 0.1, momentum=0.9)", "halfstep.GradScaler('cpu', growth_interval=4)"),
-    ("optim.AdamW(ps, 0.01, fused=True)", "halfstep.GradScaler('cpu', growth_interval=5, hysteresis=2)"),
-    ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', growth_interval=6, tolerance=0.3)"),
-    ("optim.Adam(ps, 0.01)", "halfstep.GradScaler('cpu', scale=halfstep.AdaptiveScale())"),
-])  # fmt: skip
-def test_MP_13_a_run_in_two_processes_is_the_run_in_one(tmp_path, optimizer, scaler):
-    whole = train(0, 40, optimizer, scaler, "", tmp_path / "whole.pt")
-    train(0, 17, optimizer, scaler, "", tmp_path / "half.pt")
-    resumed = train(17, 40, optimizer, scaler, tmp_path / "half.pt", tmp_path / "resumed.pt")
+@pytest.fixture(scope="module")
+def in_one_and_in_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    whole = train(0, 40, "", folder / "whole.pt")
+    train(0, 17, "", folder / "half.pt")
+    return whole, train(17, 40, folder / "half.pt", folder / "resumed.pt")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_MP_13_a_run_in_two_processes_is_the_run_in_one(in_one_and_in_two, name):
+    whole, resumed = (runs[name] for runs in in_one_and_in_two)
     assert len(set(whole["scales"])) > 3, "the scale must move for this test to say anything"
     assert whole["skipped"] > 3
     assert resumed["scales"] == whole["scales"]
     assert resumed["skipped"] == whole["skipped"]
     assert resumed["scaler"] == whole["scaler"]
-    for name in whole["model"]:
-        assert torch.equal(resumed["model"][name], whole["model"][name]), name
+    for parameter in whole["model"]:
+        assert torch.equal(resumed["model"][parameter], whole["model"][parameter]), parameter
 
 
 def test_MP_13_a_checkpoint_without_scaler_state_is_not_taken_in_silence(make_scaler):

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from halfstep.compare import report, table
-from halfstep.compare.report import check_folder, write_report
+from halfstep.compare.report import check_report, write_report
 from halfstep.compare.words import words_in
 from halfstep.errors import ArgumentError
 
@@ -146,7 +146,7 @@ def test_a_failure_on_the_way_leaves_nothing(study, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_refused_before_and_after(study, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    for refuse in (check_folder, lambda folder: write_report(study, folder, words_in("en"))):
+    for refuse in (check_report, lambda folder: write_report(study, folder, words_in("en"))):
         for target in (blocked, blocked / "below"):
             with pytest.raises(ArgumentError) as caught:
                 refuse(target)
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_and_after(study, tmp_
 
 
 def test_checking_a_folder_makes_none(tmp_path):
-    check_folder(tmp_path / "a" / "b")
+    check_report(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from halfstep.compare import cells
 from halfstep.compare.measure import Footprint, GradientStats
 from halfstep.compare.rows import make_row
 from halfstep.compare.tasks import TASKS
@@ -51,6 +52,12 @@ def test_means_and_paired_differences():
     assert row.bytes_per_parameter == 16.08
     assert row.verdict is Verdict.MATCHES
     assert [entry["seed"] for entry in row.per_seed] == [0, 1]
+
+
+def test_several_seeds_show_their_spread():
+    runs = [made_run(error, seed=seed) for seed, error in enumerate((0.04, 0.05, 0.07))]
+    assert cells.error(make_row(TASK, runs, references(0.04, 0.04, 0.04), step_time_ratio=None)) == "0.0533 ± 0.0153"
+    assert cells.error(make_row(TASK, runs[:1], references(0.04), step_time_ratio=None)) == "0.0400"
 
 
 def test_one_lost_seed_of_three_loses_the_row():

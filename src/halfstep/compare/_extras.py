@@ -7,6 +7,8 @@ any fallback. Without the package the study stops with one line that says what t
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 from halfstep.errors import MissingDependencyError
@@ -29,6 +31,21 @@ def need(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise missing(module, purpose) from error
+
+
+def check_installed(packages: Iterable[str], purpose: str) -> None:
+    """Find out before a long run, and without importing anything, whether its packages are there.
+
+    Args:
+        packages: top-level names.
+        purpose: as for `need`.
+
+    Raises:
+        MissingDependencyError: one is not installed.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise missing(package, purpose)
 
 
 def missing(module: str, purpose: str) -> MissingDependencyError:

@@ -7,6 +7,7 @@ layout.
 from __future__ import annotations
 
 import math
+from statistics import stdev
 
 from halfstep.compare.rows import Row
 from halfstep.compare.verdict import Verdict
@@ -63,8 +64,10 @@ def signed(text: str) -> str:
 
 
 def error(row: Row) -> str:
-    """The task's metric."""
-    return number(row.metric)
+    """The task's metric; with several seeds, mean and standard deviation."""
+    if row.seeds == 1:
+        return number(row.metric)
+    return f"{number(row.metric)} ± {number(stdev(seed['metric'] for seed in row.per_seed))}"
 
 
 def difference(row: Row) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.compare import cells
-from halfstep.compare._extras import need
+from halfstep.compare._extras import check_installed, need
 from halfstep.compare.plot_gradients import DAMAGED, cure
 from halfstep.compare.plot_style import plot_words
 from halfstep.compare.plots import Picture, pictures
@@ -58,15 +58,17 @@ def write_report(study: Study, folder: Path, words: Words) -> list[Path]:
     return [folder / name for name in sorted(names, key=lambda name: (name != REPORT_NAME, name))]
 
 
-def check_folder(folder: Path) -> None:
-    """Find out before a long run whether its report can be written.
+def check_report(folder: Path) -> None:
+    """Find out before a long run whether its report can be made and written.
 
     Args:
         folder: the report's folder, which need not exist.
 
     Raises:
         ArgumentError: it could not be written.
+        MissingDependencyError: a package that draws or writes is not installed.
     """
+    check_installed(("matplotlib", "jinja2", "rich"), "pictures, page and table of the study")
     existing = _nearest_existing(folder)
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".halfstep-", dir=existing))

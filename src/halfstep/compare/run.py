@@ -26,7 +26,7 @@ from halfstep.compare.settings import REFERENCE, Settings
 from halfstep.compare.tasks import Task, as_plain
 from halfstep.compare.timing import time_steps
 from halfstep.compare.train import Run, train
-from halfstep.compare.trainer import Precision
+from halfstep.compare.trainer import Precision, one_thread
 from halfstep.hardware import probe
 
 SCHEMA = 1
@@ -151,13 +151,9 @@ def _jobs(settings: Settings) -> list[_Job]:
 
 
 def _in_this_process(jobs: Sequence[_Job]) -> Iterator[Run]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the worker processes: matrices this small lose by being shared out
-    try:
+    with one_thread():
         for job in jobs:
             yield job.run()
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:

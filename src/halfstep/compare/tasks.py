@@ -273,8 +273,8 @@ TASKS: dict[str, Task] = {
         _linear_task("linear", 1.0),
         _linear_task("linear-small-units", SMALL_UNIT),
         _autoencoder_task("autoencoder", nn.Sigmoid, 200, 80),
-        _autoencoder_task("autoencoder-tanh", nn.Tanh, 25, 0),
-        _autoencoder_task("autoencoder-relu", nn.ReLU, 25, 0),
+        _autoencoder_task("autoencoder-tanh", nn.Tanh, 20, 0),
+        _autoencoder_task("autoencoder-relu", nn.ReLU, 20, 0),
         _digits_task(),
     )
 }

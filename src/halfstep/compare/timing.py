@@ -18,7 +18,7 @@ import torch
 
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Task
-from halfstep.compare.trainer import Precision, Trainer
+from halfstep.compare.trainer import Precision, Trainer, one_thread
 from halfstep.errors import HalfstepWarning
 
 NUM_TURNS = 9
@@ -41,7 +41,7 @@ def time_steps(task: Task, regimes: Sequence[Regime], *, device: torch.device) -
         return {}
     trainers = {regime.name: Trainer(task, regime, 0, device) for regime in native}
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore", HalfstepWarning)
         for _ in range(NUM_TURNS):
             for name, trainer in trainers.items():

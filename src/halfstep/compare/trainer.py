@@ -9,7 +9,7 @@ forward and backward run inside ``halfstep.emulate``. Not here: what is recorded
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -53,6 +53,17 @@ class Precision:
         """Surrounds forward alone."""
         dtype = self.regime.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, as in the worker processes: matrices this small lose by being shared out."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @cache
