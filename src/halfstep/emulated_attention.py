@@ -2,8 +2,8 @@
 
 Method: scores are formed from the 16-bit inputs and summed in fp32; the probabilities are rounded to 16 bits, because
 the next product reads them from there; the output is rounded once. Backward forms the scores again, and rounds
-probabilities and gradients of the scores before the products that read them. A single rounding at the end would hide the
-underflow of those gradients.
+probabilities and gradients of the scores before the products that read them. A single rounding at the end would hide
+the underflow of those gradients.
 
 Source: Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2, and its kernels for what is held in 16 bits.
 """
