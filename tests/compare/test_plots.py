@@ -1,5 +1,7 @@
 """The pictures show the numbers: read back from the figures that are drawn."""
 
+import dataclasses
+import math
 import sys
 from itertools import pairwise
 
@@ -13,6 +15,7 @@ from halfstep.compare.plot_gradients import lesson
 from halfstep.compare.plot_scale import scale_needed
 from halfstep.compare.plot_style import spread
 from halfstep.compare.plots import pictures
+from halfstep.compare.trainer import CurvePoint
 from halfstep.compare.words import words_in
 
 
@@ -43,6 +46,17 @@ def test_curves_are_the_runs_and_each_is_named(study):
     for regime, run in study.runs_of("linear-small-units").items():
         assert tuple(point.metric for point in run.curve) in lines
         assert regime in texts(figure)
+
+
+def test_a_run_that_was_never_finite_is_named_and_breaks_no_picture(study):
+    lost = [
+        dataclasses.replace(run, curve=tuple(CurvePoint(point.step, math.nan, math.nan) for point in run.curve))
+        if run.regime == "bf16"
+        else run
+        for run in study.runs
+    ]
+    figure = drawn(dataclasses.replace(study, runs=tuple(lost)), "curves-autoencoder")
+    assert "bf16" in texts(figure)
 
 
 def test_the_histogram_shows_that_nothing_of_the_first_layer_is_left(study):

@@ -77,6 +77,15 @@ def test_what_is_not_finite_diverges_and_is_null_in_json(run):
     assert plain["step_time_ratio"] is None
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_seeds_that_are_not_finite_spoil_the_mean_and_not_the_report(lost):
+    row = make_row(TASK, [made_run(math.inf), made_run(0.04, seed=1)], references(0.04, lost), step_time_ratio=None)
+    assert row.verdict is Verdict.DIVERGES
+    json.dumps(row.as_plain(), allow_nan=False)
+    assert cells.error(row) == "inf ± nan"
+    assert cells.difference(row) in ("nan", "+inf")
+
+
 def test_a_finite_metric_beside_a_loss_of_nan_diverges():
     run = dataclasses.replace(made_run(0.04), curve=(CurvePoint(2, math.nan, 0.04),))
     assert make_row(TASK, [run], references(0.04), step_time_ratio=None).verdict is Verdict.DIVERGES

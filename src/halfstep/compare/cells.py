@@ -7,9 +7,8 @@ layout.
 from __future__ import annotations
 
 import math
-from statistics import stdev
 
-from halfstep.compare.rows import Row
+from halfstep.compare.rows import Row, deviation
 from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 
@@ -67,7 +66,7 @@ def error(row: Row) -> str:
     """The task's metric; with several seeds, mean and standard deviation."""
     if row.seeds == 1:
         return number(row.metric)
-    return f"{number(row.metric)} ± {number(stdev(seed['metric'] for seed in row.per_seed))}"
+    return f"{number(row.metric)} ± {number(deviation(seed['metric'] for seed in row.per_seed))}"
 
 
 def difference(row: Row) -> str:

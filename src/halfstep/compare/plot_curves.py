@@ -8,7 +8,9 @@ from typing import Any
 
 from halfstep.compare.plot_style import MUTED, label_line_ends, new_figure, style_of
 from halfstep.compare.run import Study
+from halfstep.compare.settings import REFERENCE
 from halfstep.compare.tasks import Task
+from halfstep.compare.train import Run
 from halfstep.compare.words import Words
 
 
@@ -16,18 +18,12 @@ def draw_curves(study: Study, task: Task, words: Words) -> Any:
     """Error on the test data over steps, one line per regime."""
     figure, axes = new_figure()
     constant = task.constant_metric(task.build_data())
-    ends = []
-    for name, run in study.runs_of(task.name).items():
-        style = style_of(name)
-        points = [(point.step, point.metric) for point in run.curve if math.isfinite(point.metric)]
-        steps, errors = zip(*points, strict=True)
-        axes.plot(steps, errors, color=style.color, ls=style.dash, lw=style.width, zorder=3 if name == "fp32" else 4)
-        ends.append((steps[-1], errors[-1], name, style.color))
+    ends = [_draw_line(axes, run) for run in study.runs_of(task.name).values()]
     axes.axhline(constant, color=MUTED, lw=1.5, ls=(0, (1, 2)))
     axes.annotate(words("plot.constant"), (0.99, constant), xycoords=axes.get_yaxis_transform(), xytext=(0, -6),
                   textcoords="offset points", color=MUTED, fontsize=13, ha="right", va="top")  # fmt: skip
-    axes.set_xlim(0, max(x for x, *_ in ends))
-    _scale_errors(axes, task, [y for _, y, *_ in ends], constant)
+    axes.set_xlim(0, max(step for step, *_ in ends))
+    _scale_errors(axes, task, [error for _, error, *_ in ends], constant)
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words(task.metric_name))
     axes.set_title(words.name_of("task", task.name))
@@ -36,9 +32,20 @@ def draw_curves(study: Study, task: Task, words: Words) -> Any:
     return figure
 
 
+def _draw_line(axes: Any, run: Run) -> tuple[float, float, str, str]:
+    """Draw one run; returns where its line ends, its name and colour. NaN leaves a gap, and a line may be all gap."""
+    style = style_of(run.regime)
+    steps, errors = [point.step for point in run.curve], [point.metric for point in run.curve]
+    over = 3 if run.regime == REFERENCE.name else 4  # the reference is the broad line below the others
+    axes.plot(steps, errors, color=style.color, ls=style.dash, lw=style.width, zorder=over)
+    finite = [(step, error) for step, error in zip(steps, errors, strict=True) if math.isfinite(error)]
+    return (*(finite[-1] if finite else (steps[-1], math.inf)), run.regime, style.color)
+
+
 def _scale_errors(axes: Any, task: Task, last: Sequence[float], constant: float) -> None:
+    lowest = min(*last, constant)
     if task.has_log_curve:
         axes.set_yscale("log")
-        axes.set_ylim(max(min(last), constant * 1e-8) / 3, 3 * constant)
+        axes.set_ylim(max(lowest, constant * 1e-8) / 3, 3 * constant)
     else:
-        axes.set_ylim(max(min(last) - 0.25 * (constant - min(last)), 0), constant * 1.12)
+        axes.set_ylim(max(lowest - 0.25 * (constant - lowest), 0), constant * 1.12)

@@ -117,7 +117,9 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) ->
     if not ends:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
-    placed = sorted((float(to_axes.transform((x, y))[1]), x, y, name, color) for x, y, name, color in ends)
+    low, high = axes.get_ylim()
+    inside = [(x, min(max(y, low), high), name, color) for x, y, name, color in ends]  # a line may leave the picture
+    placed = sorted((float(to_axes.transform((x, y))[1]), x, y, name, color) for x, y, name, color in inside)
     heights = spread([height for height, *_ in placed], gap=0.062)
     for height, (_, x, y, name, color) in zip(heights, placed, strict=True):
         axes.annotate(

@@ -7,9 +7,9 @@ the same seed; differences are means over pairs. Not here: how rows look (table.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from halfstep.compare.tasks import Task
@@ -106,19 +106,19 @@ def make_row(task: Task, runs: Sequence[Run], references: Sequence[Run], *, step
         task=task.name,
         regime=runs[0].regime,
         seeds=len(runs),
-        final_loss=fmean(run.final_loss for run in runs),
-        difference_from_fp32=fmean(run.final_loss - reference.final_loss for run, reference in pairs),
-        metric=fmean(run.metric for run in runs),
-        metric_difference_from_fp32=fmean(run.metric - reference.metric for run, reference in pairs),
+        final_loss=mean(run.final_loss for run in runs),
+        difference_from_fp32=mean(run.final_loss - reference.final_loss for run, reference in pairs),
+        metric=mean(run.metric for run in runs),
+        metric_difference_from_fp32=mean(run.metric - reference.metric for run, reference in pairs),
         verdict=worst(verdicts),
         skipped_steps=sum(len(run.skipped) for run in runs),
         num_steps=sum(len(run.scales) for run in runs),
-        zero_gradient_share_start=fmean(run.start.zero_share for run in runs),
-        zero_gradient_share_end=fmean(run.end.zero_share for run in runs),
-        extra_zero_share_start=fmean(run.start.zero_share - ref.start.zero_share for run, ref in pairs),
-        extra_zero_share_end=fmean(run.end.zero_share - ref.end.zero_share for run, ref in pairs),
-        first_layer_zero_share_start=fmean(run.start_first_layer.zero_share for run in runs),
-        moved_share=fmean(run.moved_share for run in runs),
+        zero_gradient_share_start=mean(run.start.zero_share for run in runs),
+        zero_gradient_share_end=mean(run.end.zero_share for run in runs),
+        extra_zero_share_start=mean(run.start.zero_share - ref.start.zero_share for run, ref in pairs),
+        extra_zero_share_end=mean(run.end.zero_share - ref.end.zero_share for run, ref in pairs),
+        first_layer_zero_share_start=mean(run.start_first_layer.zero_share for run in runs),
+        moved_share=mean(run.moved_share for run in runs),
         bytes_per_parameter=held.bytes_per_parameter,
         parameter_bytes=held.parameter_bytes,
         gradient_bytes=held.gradient_bytes,
@@ -130,6 +130,29 @@ def make_row(task: Task, runs: Sequence[Run], references: Sequence[Run], *, step
         final_scale=median(run.final_scale for run in runs),
         per_seed=tuple(_one_seed(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)),
     )
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, which may be inf or NaN (the statistics module raises for some of those).
+
+    Example:
+        >>> mean([1.0, 2.0]), mean([float("inf"), float("-inf")])
+        (1.5, nan)
+    """
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def deviation(values: Iterable[float]) -> float:
+    """The standard deviation of a sample of two or more, which may be NaN.
+
+    Example:
+        >>> deviation([1.0, 3.0]), deviation([1.0, float("inf")])
+        (1.4142135623730951, nan)
+    """
+    numbers = list(values)
+    centre = mean(numbers)
+    return math.sqrt(sum((number - centre) ** 2 for number in numbers) / (len(numbers) - 1))
 
 
 def _judge(task: Task, run: Run, reference: Run) -> Verdict:

@@ -10,7 +10,6 @@ Not here: any output; a caller that wants a progress bar passes a callable.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,7 +21,7 @@ import torch
 import halfstep
 from halfstep.compare.regimes import Regime
 from halfstep.compare.rows import Row, limits_of, make_row
-from halfstep.compare.settings import REFERENCE, Settings
+from halfstep.compare.settings import REFERENCE, Settings, num_cores
 from halfstep.compare.tasks import Task, as_plain
 from halfstep.compare.timing import time_steps
 from halfstep.compare.train import Run, train
@@ -111,7 +110,7 @@ def machine_facts(settings: Settings) -> dict[str, Any]:
     return {
         "device": settings.device.type,
         "name": hardware.name,
-        "cores": os.cpu_count(),
+        "cores": num_cores(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -176,7 +175,7 @@ def _rows_of(task: Task, settings: Settings, runs: dict[tuple[str, str, int], Ru
     references = [runs[task.name, REFERENCE.name, seed] for seed in seeds]
     for regime in settings.regimes:
         ratio = seconds[regime.name] / seconds[REFERENCE.name] if regime.name in seconds else None
-        ratio = 1.0 if regime is REFERENCE else ratio
+        ratio = 1.0 if regime == REFERENCE else ratio
         yield make_row(task, [runs[task.name, regime.name, seed] for seed in seeds], references, step_time_ratio=ratio)
 
 

@@ -18,6 +18,7 @@ from halfstep.compare.tasks import TASKS, Task
 from halfstep.errors import ArgumentError
 
 REFERENCE = REGIMES["fp32"]
+MAX_JOBS = 8  # by default; each process holds its own torch, 0.3 GB
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def choose(
         regimes: names; empty means all (in quick form, those meant for it). fp32 is added where it is missing.
         num_seeds: 1 for a look, 3 for the full study.
         is_quick: a lecture demonstration: fewer tasks, regimes and epochs.
-        num_jobs: processes; None means one per core on the CPU, and one on an accelerator.
+        num_jobs: processes; None means one per core, at most 8, on the CPU, and one on an accelerator.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``, which takes CUDA where there is some.
 
     Returns:
@@ -77,7 +78,7 @@ def choose(
     if REFERENCE not in chosen_regimes:
         chosen_regimes.insert(0, REFERENCE)
     if num_jobs is None:
-        num_jobs = (os.cpu_count() or 1) if place.type == "cpu" else 1
+        num_jobs = min(num_cores(), MAX_JOBS) if place.type == "cpu" else 1
     return Settings(
         tasks=tuple(chosen_tasks),
         regimes=tuple(chosen_regimes),
@@ -101,6 +102,13 @@ def _pick(table: dict[str, Named], names: Sequence[str], kind: str) -> list[Name
             fix=f"choose one of these, or leave --{kind} out to run all",
         )
     return [value for name, value in table.items() if name in names]
+
+
+def num_cores() -> int:
+    """Cores that this process may use, where the system tells; else all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _at_least_one(value: int, name: str) -> int:
