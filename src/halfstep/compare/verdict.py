@@ -65,7 +65,7 @@ def judge(
         >>> judge(0.0739, reference=0.0437, constant=0.0738, moved_share=0.3, is_finite=True, limits=limits).value
         'stalls'
     """
-    if not math.isfinite(metric) or metric > limits.diverge_factor * constant:
+    if not is_finite or not math.isfinite(metric) or metric > limits.diverge_factor * constant:
         return Verdict.DIVERGES
     if moved_share == 0.0 or metric >= limits.stall_share * constant:
         return Verdict.STALLS

@@ -11,7 +11,7 @@ where the host is the device. What this module does not do: agree across ranks (
 or decide anything.
 
 Error: against an fp64 sum the squared norm is right to 2**-14 relative at worst (one fp32 rounding for each of the
-2**16 / 8 additions in a lane); measured, the norm of a block is right to 6e-6.
+2**16 / 8 additions in a lane); measured, a norm is right to 2e-5.
 """
 
 from __future__ import annotations

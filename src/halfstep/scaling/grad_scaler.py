@@ -15,6 +15,7 @@ On an accelerator, what a window did becomes known to the host when the next win
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect as python_inspect
 from collections import defaultdict
@@ -200,6 +201,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         gradients = [p.grad for p in self._books.record(optimizer).parameters if p.grad is not None]
         if not allow_fp16 and any(g.dtype in (torch.float16, torch.complex32) for g in gradients):
             raise refusals.fp16_gradients(optimizer)
+        inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())  # callers of this private name pass [1] too
+        self._books.take_over_gradients(optimizer)
         found = self._inspect(optimizer)
         if gradients:
             multiply_(gradients, inv_scale * restraint(found, reciprocal(inv_scale)).reciprocal())
@@ -291,6 +294,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         is_unscaled = state["stage"] is OptState.UNSCALED
         if not is_unscaled:
+            self._books.take_over_gradients(optimizer)  # torch's fused kernels write unscaled gradients back
             self._check_inf_per_device(optimizer)
         found, found_inf = self._books.record(optimizer).found, self._decide(optimizer, state)
         if found is None or found_inf is None:  # gradients, but not one element in them
@@ -479,7 +483,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         self._books.settle()
         dropped = ("_per_optimizer_states", "_books", "_seen", "_saturated")
         kept = {name: value for name, value in self.__dict__.items() if name not in dropped}
-        return {**kept, "log": self._books.log}
+        return {**kept, "_rule": copy.deepcopy(self._rule), "log": copy.copy(self._books.log)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

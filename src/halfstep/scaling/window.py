@@ -27,7 +27,7 @@ NO_GRADIENT_STEPS = 100  # steps without any gradient after which an optimizer i
 
 @dataclass(eq=False)
 class StepRecord:
-    """One optimizer in one window: what was found in its gradients, and whether it was stepped.
+    """One optimizer in one window: what was found in its gradients, whether they were unscaled, whether it stepped.
 
     ``found_inf`` is a 0-dim fp32 tensor, or None if the optimizer had no gradient.
     """
@@ -36,6 +36,7 @@ class StepRecord:
     group_ends: list[int]
     found: Inspection | None = None
     found_inf: Tensor | None = None
+    is_unscaled: bool = False
     is_stepped: bool = False
     _outcome: StepOutcome | None = field(default=None, repr=False)
 
@@ -127,25 +128,31 @@ class Books:
         """The optimizer's record in this window; made when first asked for.
 
         Raises:
-            ArgumentError: the optimizer holds no parameters, or shares one that has a gradient with another optimizer
-                of this window: that gradient would be unscaled twice.
+            ArgumentError: the optimizer holds no parameters.
         """
         if optimizer not in self._records:
-            record = StepRecord.of(optimizer)
-            self._refuse_shared(record, optimizer)
-            self._records[optimizer] = record
+            self._records[optimizer] = StepRecord.of(optimizer)
         return self._records[optimizer]
 
     def records(self) -> list[StepRecord]:
         """The records of this window."""
         return list(self._records.values())
 
-    def _refuse_shared(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> None:
+    def take_over_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's gradients are about to be unscaled in place.
+
+        Raises:
+            ArgumentError: another optimizer of this window has unscaled one of them already.
+        """
+        record = self.record(optimizer)
         for other, other_record in self._records.items():
+            if other is optimizer or not other_record.is_unscaled:
+                continue
             mine = {id(p) for p in record.parameters if p.grad is not None}
             shared = sum(id(p) in mine for p in other_record.parameters)
             if shared:
                 raise refusals.shared_parameters(optimizer, other, shared)
+        record.is_unscaled = True
 
     def stepped(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> None:
         """The optimizer's step has returned."""
