@@ -24,6 +24,7 @@ __all__ = [
     "has_float64",
     "is_composite",
     "is_dense",
+    "is_host",
     "local_part",
     "refresh_per_optimizer_state",
     "update_scale_",
@@ -37,6 +38,11 @@ def local_part(tensor: Tensor) -> Tensor:
     """
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of this device can be read without waiting for anything."""
+    return device.type == "cpu"
 
 
 def has_float64(device: torch.device) -> bool:

@@ -82,6 +82,13 @@ def test_the_scale_picture_marks_skips(study):
     figure = drawn(study, "scale")
     assert "fp16-static-1024" in texts(figure)
     assert "fp16-unscaled" not in texts(figure)  # a scale of 1 is none
+    assert "no step overflowed" in texts(figure)
+    skipping = [dataclasses.replace(run, skipped=(2, 5)) for run in study.runs]
+    figure = drawn(dataclasses.replace(study, runs=tuple(skipping)), "scale")
+    assert "×  skipped step" in texts(figure)
+    crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[2, 5]]
+    assert [list(line.get_ydata()) for line in crosses] == [[1024.0, 1024.0]]
 
 
 def test_bars_add_up_to_the_bytes(study):

@@ -73,6 +73,21 @@ def test_a_scale_brings_the_first_layer_back():
     assert run("autoencoder", "fp16-dynamic", epochs=1).start_first_layer.zero_share < 0.15
 
 
+def test_the_short_autoencoder_stalls_within_a_lecture():
+    """The whole of the lecture demonstration: unscaled fp16 stays with the mean image, which fp32 and scaling leave."""
+    runs = {regime: run("autoencoder-short", regime) for regime in ("fp32", "fp16-unscaled", "fp16-dynamic")}
+    verdicts = {
+        regime: make_row(TASKS["autoencoder-short"], [one], [runs["fp32"]], step_time_ratio=None).verdict
+        for regime, one in runs.items()
+    }
+    assert verdicts == {
+        "fp32": Verdict.MATCHES,
+        "fp16-unscaled": Verdict.STALLS,
+        "fp16-dynamic": Verdict.MATCHES,
+    }
+    assert runs["fp16-unscaled"].start_first_layer.zero_share == 1.0
+
+
 @pytest.mark.parametrize("task", ["autoencoder-tanh", "autoencoder-relu"])
 def test_tanh_and_relu_keep_gradients_in_range(task):
     unscaled, reference = run(task, "fp16-unscaled", epochs=1), run(task, "fp32", epochs=1)

@@ -91,6 +91,7 @@ def test_the_adaptive_rule_reads_nothing():
 def test_16_bit_parameters_are_widened_without_a_read(monkeypatch, name, dtype):
     """On CPU tensors, with the inspection that accelerators run: CUDA tensors without CUDA cannot change dtype."""
     monkeypatch.setattr(inspection, "_norms", lambda device, values: inspection._norms_by_foreach(values))
+    monkeypatch.setattr("halfstep.scaling.widen.is_host", lambda device: False)
     weights = [torch.nn.Parameter(torch.ones(n, 4, dtype=dtype)) for n in (3, 5)]
     optimizer, scaler = FUSED[name](weights), halfstep.GradScaler("cpu")
     with NoHostRead():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.compare.plot_style import MUTED, label_line_ends, new_figure, style_of
+from halfstep.compare.plot_style import MUTED, label_level, label_line_ends, new_figure, style_of
 from halfstep.compare.run import Study
 from halfstep.compare.settings import REFERENCE
 from halfstep.compare.tasks import Task
@@ -20,8 +20,7 @@ def draw_curves(study: Study, task: Task, words: Words) -> Any:
     constant = task.constant_metric(task.build_data())
     ends = [_draw_line(axes, run) for run in study.runs_of(task.name).values()]
     axes.axhline(constant, color=MUTED, lw=1.5, ls=(0, (1, 2)))
-    axes.annotate(words("plot.constant"), (0.99, constant), xycoords=axes.get_yaxis_transform(), xytext=(0, -6),
-                  textcoords="offset points", color=MUTED, fontsize=13, ha="right", va="top")  # fmt: skip
+    label_level(axes, constant, words("plot.constant"), side="right")
     axes.set_xlim(0, max(step for step, *_ in ends))
     _scale_errors(axes, task, [error for _, error, *_ in ends], constant)
     axes.set_xlabel(words("plot.step"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.compare.measure import GradientStats
-from halfstep.compare.plot_style import MUTED, label_line_ends, new_figure, style_of
+from halfstep.compare.plot_style import MUTED, label_level, label_line_ends, new_figure, style_of
 from halfstep.compare.run import Study
 from halfstep.compare.settings import REFERENCE
 from halfstep.compare.tasks import Task
@@ -34,7 +34,10 @@ def draw_scale(study: Study, task: Task, words: Words) -> Any:
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words("plot.scale"))
     axes.set_title(words("plot.scale_title"), fontsize=20)
-    axes.set_title("×  " + words("plot.skip"), loc="right", color=MUTED, fontsize=15, fontweight="normal")
+    has_skips = any(run.skipped for run in runs.values())
+    axes.set_title(
+        words("plot.skip" if has_skips else "plot.no_skip"), loc="right", color=MUTED, fontsize=15, fontweight="normal"
+    )
     figure.canvas.draw()
     label_line_ends(axes, ends)
     return figure
@@ -43,8 +46,7 @@ def draw_scale(study: Study, task: Task, words: Words) -> Any:
 def _mark_need(axes: Any, needed: float | None, words: Words) -> None:
     if needed is not None:
         axes.axhline(needed, color=MUTED, lw=1.5, ls=(0, (4, 3)))
-        axes.annotate(words("plot.needed"), (0.01, needed), xycoords=axes.get_yaxis_transform(), xytext=(0, -6),
-                      textcoords="offset points", color=MUTED, fontsize=13, va="top")  # fmt: skip
+        label_level(axes, needed, words("plot.needed"), side="left")
 
 
 def scale_needed(stats: GradientStats) -> float | None:

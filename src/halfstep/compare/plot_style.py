@@ -167,6 +167,30 @@ def _top(group: Sequence[float], gap: float) -> float:
     return _bottom(group, gap) + (len(group) - 1) * gap
 
 
+def label_level(axes: Any, height: float, text: str, *, side: str) -> None:
+    """Name a horizontal line, just below it, on a white ground so that it can be read across other lines.
+
+    Args:
+        axes: where the line is.
+        height: of the line, in data coordinates.
+        text: its name.
+        side: ``"left"`` or ``"right"`` end of the axes.
+    """
+    axes.annotate(
+        text,
+        (0.01 if side == "left" else 0.99, height),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, -7),
+        textcoords="offset points",
+        color=MUTED,
+        fontsize=13,
+        ha=side,
+        va="top",
+        zorder=6,
+        bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1.5},
+    )
+
+
 def power_of_two(exponent: int) -> str:
     """A power of two in matplotlib's mathematical text."""
     return f"$2^{{{exponent}}}$"

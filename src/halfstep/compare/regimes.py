@@ -60,6 +60,6 @@ REGIMES: dict[str, Regime] = {
         _fp16("fp16-dynamic-from-8", partial(DynamicScale, 8.0, growth_interval=2000), in_quick=False),
         _fp16("fp16-dynamic-from-8-fast", partial(DynamicScale, 8.0, growth_interval=200), in_quick=False),
         _fp16("fp16-adaptive", AdaptiveScale, in_quick=False),
-        Regime("bf16", BF16, NoScale, in_quick=False),
+        Regime("bf16", BF16, NoScale),
     )
 }

@@ -107,7 +107,7 @@ def make_row(task: Task, runs: Sequence[Run], references: Sequence[Run], *, step
         regime=runs[0].regime,
         seeds=len(runs),
         final_loss=mean(run.final_loss for run in runs),
-        difference_from_fp32=mean(run.final_loss for run, reference in pairs),
+        difference_from_fp32=mean(run.final_loss - reference.final_loss for run, reference in pairs),
         metric=mean(run.metric for run in runs),
         metric_difference_from_fp32=mean(run.metric - reference.metric for run, reference in pairs),
         verdict=worst(verdicts),

@@ -17,6 +17,7 @@ Error: against an fp64 sum the squared norm is right to 2**-14 relative at worst
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,8 @@ from halfstep.errors import ArgumentError
 BLOCK = 2**16  # elements; 256 KiB of fp32 stay in a core's cache, and short sums keep their bits
 _TRUSTED_NORM = 2.0**-50  # below it, squares of elements that matter may be fp32 subnormals or zero
 
+_LARGEST_TRUSTED_NORM = 2.0**500  # beyond it, only in fp64, squares of norms may not add up
+
 FaultKind = Literal["inf", "nan"]
 
 
@@ -41,6 +44,7 @@ class Inspection:
         positions: for each device, the places in the inspected sequence that the answers belong to.
         norms: for each device, the L2 norms, fp64 (fp32 where the device has no fp64), shape ``[len(positions)]``.
             A norm is finite exactly when every element of its gradient is; NaN if any element is NaN, else inf.
+        are_fp64: for each device, which of the gradients are fp64.
         found_inf: for each device, whether any gradient is inf or NaN: 0-dim fp32, exactly 0.0 or 1.0, never a count.
         largest: for each device, the largest magnitude of an element, fp32 or wider, shape ``[len(positions)]``;
             ``None`` unless it was asked for.
@@ -48,14 +52,19 @@ class Inspection:
 
     positions: Mapping[torch.device, tuple[int, ...]]
     norms: Mapping[torch.device, Tensor]
+    are_fp64: Mapping[torch.device, tuple[bool, ...]]
     found_inf: Mapping[torch.device, Tensor]
     largest: Mapping[torch.device, Tensor] | None = None
 
-    def total_norm(self, device: torch.device) -> Tensor:
-        """The L2 norm of all gradients of all devices together, 0-dim, on ``device``."""
-        parts: list[Tensor] = [
-            torch.linalg.vector_norm(norms).to(device, non_blocking=True) for norms in self.norms.values()
+    def total_norm(self, device: torch.device, *, below_fp64: bool = False) -> Tensor:
+        """The L2 norm of all gradients of all devices together, 0-dim, on ``device``; optionally without fp64 ones."""
+        chosen = [
+            norms[torch.tensor(self.are_fp64[home], device=home).logical_not_()]
+            if below_fp64 and any(self.are_fp64[home])
+            else norms
+            for home, norms in self.norms.items()
         ]
+        parts: list[Tensor] = [torch.linalg.vector_norm(norms).to(device, non_blocking=True) for norms in chosen]
         together: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(_stacked(parts, device))
         return together
 
@@ -114,8 +123,12 @@ def inspect(gradients: Sequence[Tensor | None], *, largest: bool = False) -> Ins
         return Inspection(
             positions={device: tuple(found) for device, found in by_device.items()},
             norms=norms,
-            # A norm is never negative, so their sum is finite exactly when each is; times zero it is 0 or NaN.
-            found_inf={device: (n.sum() * 0.0).ne(0.0).float() for device, n in norms.items()},
+            are_fp64={
+                device: tuple(values.dtype == torch.float64 for values in found.values())
+                for device, found in by_device.items()
+            },
+            # Times zero a finite norm is 0, any other is NaN.
+            found_inf={device: (n * 0.0).sum().ne(0.0).float() for device, n in norms.items()},
             largest={device: _largest(device, list(found.values())) for device, found in by_device.items()}
             if largest
             else None,
@@ -200,12 +213,16 @@ def _norms_by_blocks(values: list[Tensor]) -> Tensor:
     owner_of: Tensor | None = None  # None: each gradient is one piece, in order
     norms = block_norms
     if owners:
-        counts = torch.tensor([len(w) for w in whole[: len(owners)]] + [1] * len(short))
-        owner_of = torch.tensor(owners + short_owners).repeat_interleave(counts)
-        norms = torch.zeros(len(values), dtype=torch.float64).index_add_(0, owner_of, block_norms.square()).sqrt()
+        # Named devices: the user may have set another default.
+        counts = torch.tensor([len(w) for w in whole[: len(owners)]] + [1] * len(short), device="cpu")
+        owner_of = torch.tensor(owners + short_owners, device="cpu").repeat_interleave(counts)
+        squares = torch.zeros(len(values), dtype=torch.float64, device="cpu").index_add_(
+            0, owner_of, block_norms.square()
+        )
+        norms = squares.sqrt()
     smallest, largest = (bound.item() for bound in torch.aminmax(block_norms))
-    if not (smallest >= _TRUSTED_NORM and largest < math.inf):  # NaN fails both
-        doubtful = (block_norms < _TRUSTED_NORM) | ~torch.isfinite(block_norms)
+    if not (smallest >= _TRUSTED_NORM and largest <= _LARGEST_TRUSTED_NORM):  # NaN fails both
+        doubtful = ~((block_norms >= _TRUSTED_NORM) & (block_norms <= _LARGEST_TRUSTED_NORM))
         pieces = doubtful.nonzero().flatten() if owner_of is None else torch.unique(owner_of[doubtful])
         for owner in pieces.tolist():
             norms[owner] = _exact_norm(values[owner])
@@ -221,7 +238,7 @@ def _flat_view(values: Tensor) -> Tensor:
 
 def _block_norms_16_bit(flat: Tensor) -> Tensor:
     # torch's own 16-bit norms are 14 times slower than widening one block at a time into a buffer that stays in cache.
-    buffer = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float32)
+    buffer = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float32, device="cpu")
     blocks = torch.split(flat, BLOCK)
     return torch.stack([torch.linalg.vector_norm(buffer[: len(block)].copy_(block)) for block in blocks])
 
@@ -235,4 +252,5 @@ def _exact_norm(values: Tensor) -> float:
     # A power of two near the largest, so that fp64 gradients beyond 1e154 do not overflow when squared.
     unit = 2.0 ** math.floor(math.log2(largest))
     blocks = torch.split(values.reshape(-1), BLOCK)
-    return math.hypot(*(torch.linalg.vector_norm(block.double() / unit).item() for block in blocks)) * unit
+    norm = math.hypot(*(torch.linalg.vector_norm(block.double() / unit).item() for block in blocks)) * unit
+    return min(norm, sys.float_info.max)  # finite elements, a norm beyond fp64: still finite

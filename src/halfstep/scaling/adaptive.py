@@ -80,7 +80,7 @@ class AdaptiveScale(BoundedScale):
         assert largest is not None, "needs_largest"
         state = self._state()
         clean = found_inf == 0
-        informative = clean & (largest > 0)
+        informative = clean & (largest > 0) & torch.isfinite(largest)
         self._learn_(state, informative, torch.log2(largest) - torch.log2(state["scale"]))
         extra = state["extra_margin"]
         extra.copy_(torch.where(clean, (extra - 1 / self.narrow_interval).clamp(min=0), extra + 1))
@@ -103,6 +103,7 @@ class AdaptiveScale(BoundedScale):
         room = math.log2(FP16.largest) - self.margin_log2 - state["extra_margin"] - high_level
         aimed = torch.exp2(room.clamp(-126, 127).floor())
         unknown = state["num_seen"] == 0
-        aimed = torch.where(unknown, scale * 2, torch.minimum(aimed, scale * 2))  # grow one octave a step at most
-        aimed = torch.where(clean, torch.where(informative | unknown, aimed, scale), torch.minimum(aimed, scale / 2))
+        octave = torch.exp2(torch.log2(scale).floor())  # a scale that the user set may be no power of two
+        aimed = torch.where(unknown, octave * 2, torch.minimum(aimed, octave * 2))  # grow one octave a step at most
+        aimed = torch.where(clean, torch.where(informative | unknown, aimed, scale), torch.minimum(aimed, octave / 2))
         return aimed.clamp(self.min_scale, self.max_scale)

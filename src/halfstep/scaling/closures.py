@@ -16,8 +16,8 @@ from torch import Tensor
 Closure = Callable[[], Any]
 
 
-class BadEvaluation(Exception):  # noqa: N818 - a signal between two functions of this package, never seen by a user
-    """A closure left a gradient that is inf or NaN."""
+class BadEvaluation(BaseException):
+    """A closure left a gradient that is inf or NaN. No Exception, so that no optimizer catches it by accident."""
 
 
 def split_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None, tuple[Any, ...]]:

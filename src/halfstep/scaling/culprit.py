@@ -120,7 +120,7 @@ def _leaf_steps(outputs: Tensor | Iterable[Any]) -> Iterator[tuple[Tensor, int]]
         for child, _ in node.next_functions:
             if child is None:
                 continue
-            if hasattr(child, "variable"):
+            if type(child).__name__ == "AccumulateGrad":
                 number = node._sequence_nr()
                 steps[child] = min(number, steps.get(child, number))
             elif child not in seen:

@@ -38,6 +38,7 @@ def seed_momentum(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> N
             for p in first:
                 assert p.grad is not None
                 gradient = p.grad if divisor is None else p.grad / divisor.to(p.device)
+                gradient = (-gradient if group["maximize"] else gradient) + group["weight_decay"] * p.detach()
                 optimizer.state[p]["momentum_buffer"] = gradient * (group["dampening"] / group["momentum"])
 
 

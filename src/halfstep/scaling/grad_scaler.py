@@ -37,7 +37,7 @@ from halfstep.scaling.settings import scale_from, widened_bounds
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, restraint
-from halfstep.scaling.widen import HALF_DTYPES, needs_widening, widened
+from halfstep.scaling.widen import HALF_DTYPES, Widened, needs_widening
 from halfstep.scaling.window import Books, any_found_inf
 
 # torch's key -> the scale's own name for the same state
@@ -122,7 +122,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         self._rule = scale_from(settings, scale) if enabled else NoScale()
         self._has_free_bounds = scale is None and min_scale is None and max_scale is None
         # torch's constructor writes these through TorchNames into the rule: hand it the rule's own values.
-        super().__init__(device, init_scale, self._growth_factor, self._backoff_factor, self._growth_interval, enabled)
+        super().__init__(
+            device, self._rule.get(), self._growth_factor, self._backoff_factor, self._growth_interval, enabled
+        )
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"))
         self._begin(Books(log, ParameterOrder(model)))
 
@@ -130,7 +132,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         self._books = books
         self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
         self._seen = LossSeen()
-        self._saturated = torch.zeros((), dtype=torch.int64)
+        self._saturated = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._is_evaluating = False
 
     # -- the loss -------------------------------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, reciprocal(scale), found_inf, False)
         state["stage"] = OptState.UNSCALED
+        self._books.record(optimizer).mark_unscaled()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -262,13 +266,34 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     ) -> Any:
         if closure is not None:
             return self._step_with_closure(optimizer, state, closure, args, kwargs)
+        if state["stage"] is OptState.UNSCALED:
+            self._look_again(optimizer, state)
         if not needs_widening(optimizer):
             return self._plain_step(optimizer, state, args, kwargs)
-        with widened(optimizer) as saturated:
-            result = self._plain_step(optimizer, state, args, kwargs)
-        if saturated:
-            self._saturated = self._saturated + sum(count.to(self._saturated.device) for count in saturated)
+        record, stage = self._books.record(optimizer), state["stage"]
+        with Widened(optimizer) as wide:
+            try:
+                result = self._plain_step(optimizer, state, args, kwargs)
+            except BaseException:
+                # The parameters get their own gradients back, which are as scaled as they were.
+                state["stage"], record.is_unscaled = stage, stage is OptState.UNSCALED
+                raise
+            finally:
+                wide.found_inf = record.found_inf
+        for count in wide.num_saturated:
+            self._saturated = self._saturated.to(count.device, non_blocking=True) + count
         return result
+
+    def _look_again(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Gradients that were written after ``unscale_`` are inspected once more, for what the user made of them."""
+        record = self._books.record(optimizer)
+        if not record.has_changed_gradients():
+            return
+        before = state["found_inf_per_device"]
+        now = self._inspect(optimizer).found_inf
+        state["found_inf_per_device"] = {
+            device: torch.maximum(before[device], flag) if device in before else flag for device, flag in now.items()
+        } | {device: flag for device, flag in before.items() if device not in now}
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -297,12 +322,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._books.take_over_gradients(optimizer)  # torch's fused kernels write unscaled gradients back
             self._check_inf_per_device(optimizer)
         found, found_inf = self._books.record(optimizer).found, self._decide(optimizer, state)
-        if found is None or found_inf is None:  # gradients, but not one element in them
+        if found_inf is None:  # gradients, but not one element in them
             return optimizer.step(*args, **kwargs)
         if fused_sgd.is_special(optimizer) and found_inf.item() != 0:
             return None
         users = getattr(optimizer, "grad_scale", None)
-        divisor = users if is_unscaled else scale * restraint(found, scale) * (1.0 if users is None else users)
+        if is_unscaled:
+            divisor = users
+        else:
+            divisor = scale if found is None else scale * restraint(found, scale)
+            divisor = divisor if users is None else divisor * users
         fused_sgd.seed_momentum(optimizer, divisor)
         try:
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
@@ -319,11 +348,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         before = closures.Snapshot(optimizer)
 
         def evaluate() -> Any:
-            state["stage"] = OptState.READY
-            with torch.enable_grad(), self._seen.collect() as scaled_losses:
-                loss = closure()
+            state["stage"], self._is_evaluating = OptState.READY, True
+            try:
+                with torch.enable_grad(), self._seen.collect() as scaled_losses:
+                    loss = closure()
+            finally:
+                self._is_evaluating = False
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
+            else:
+                self._look_again(optimizer, state)
             self._decide(optimizer, state)
             if record.outcome(self._books.order).kind == "skipped":
                 raise closures.BadEvaluation
@@ -331,10 +365,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             return loss.detach() / self._rule.value(loss.device) if is_scaled else loss
 
         try:
-            return optimizer.step(evaluate, *args, **kwargs)
+            result = optimizer.step(evaluate, *args, **kwargs)
         except closures.BadEvaluation:
+            result = None
+        except BaseException:  # an exception of the user's own: no half of a step either
+            before.restore()
+            raise
+        if record.found_inf is not None and record.outcome(self._books.order).kind == "skipped":
             before.restore()
             return None
+        return result
 
     # -- the next window ------------------------------------------------------------------------------------------
 
@@ -352,6 +392,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        if self._is_evaluating:
+            raise refusals.update_inside_closure()
         old_scale = scale.clone()
         if new_scale is not None:
             self._set_scale(self._checked_new_scale(new_scale))
@@ -373,12 +415,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._rule.needs_largest:
             return None
         found = [record.found for record in self._books.records() if record.found is not None]
-        return torch.stack([f.total_largest(device) for f in found]).amax()
+        # Nothing inspected (a subclass unscales by itself): 0 says nothing about the level.
+        return torch.stack([f.total_largest(device) for f in found] or [torch.zeros((), device=device)]).amax()
 
     def _checked_new_scale(self, new_scale: float | Tensor) -> float:
         if isinstance(new_scale, Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
             raise refusals.new_scale_is_no_scalar(new_scale)
-        return checked_scale(float(new_scale), "new_scale")
+        return checked_scale(new_scale, "new_scale")
 
     def _set_scale(self, value: float) -> None:
         if self._has_free_bounds and isinstance(self._rule, DynamicScale):
@@ -454,16 +497,18 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, dict):
+            raise refusals.no_state(state_dict)
         if len(state_dict) == 0:
             raise refusals.empty_state()
         missing = sorted(_SHARED_KEYS.keys() - state_dict.keys())
         if missing:
             raise refusals.incomplete_state(missing, sorted(state_dict))
-        saved = dict(state_dict.get("halfstep", {}))
         try:
+            saved = dict(state_dict.get("halfstep", {}))
             counts = valid_counts(saved)
             rule_state = self._rule_state(state_dict, saved)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise refusals.bad_state(state_dict, error) from error
         self._rule.load_state_dict(rule_state)
         self._books.forget_pending()
@@ -474,7 +519,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         ours = self._rule.state_dict() | self._rule.fresh_counters() | saved
         ours |= {mine: state_dict[theirs] for theirs, mine in _SHARED_KEYS.items() if mine in ours}
         scale = checked_scale(ours["scale"], "scale")
-        if self._has_free_bounds and "min_scale" in ours:
+        if self._has_free_bounds and "min_scale" in ours and "min_scale" not in saved:
             ours["min_scale"], ours["max_scale"] = widened_bounds((ours["min_scale"], ours["max_scale"]), scale)
         return ours
 

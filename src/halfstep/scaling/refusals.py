@@ -177,3 +177,33 @@ def setting_without_effect(setting: str, scale: object) -> ArgumentError:
         why="the setting could not take effect",
         fix="use a DynamicScale, or leave the call out",
     )
+
+
+def parameters_changed(optimizer: torch.optim.Optimizer, num_before: int) -> CallOrderError:
+    """``add_param_group`` between ``unscale_`` and ``step``."""
+    return CallOrderError(
+        asked=f"step() of {_called(optimizer)}",
+        true=f"it held {num_before} parameters when its gradients were unscaled in this window",
+        why="the gradients of the others are neither unscaled nor checked",
+        fix="add parameters after update(), before the next backward()",
+    )
+
+
+def update_inside_closure() -> CallOrderError:
+    """``update`` while an optimizer evaluates a closure."""
+    return CallOrderError(
+        asked="update() inside a closure",
+        true="the optimizer is still stepping",
+        why="the scale would change between its evaluations, and their check would be lost",
+        fix="call scaler.update() after scaler.step(optimizer, closure)",
+    )
+
+
+def no_state(state: object) -> StateError:
+    """A scaler state that is no dict."""
+    return StateError(
+        asked=f"load_state_dict() of a {type(state).__name__}",
+        true="a scaler state is a dict",
+        why="there is nothing in it to continue from",
+        fix="pass what scaler.state_dict() returned",
+    )

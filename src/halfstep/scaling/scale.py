@@ -18,7 +18,6 @@ that scaling and unscaling change no bit of a gradient, as long as the first sca
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,6 +33,7 @@ from halfstep.scaling.checks import (
     checked_count,
     checked_growth_factor,
     checked_scale,
+    checked_tolerance,
     outside,
 )
 
@@ -68,6 +68,9 @@ class Scale:
 
     def _check(self) -> None:
         """Raise if the configuration cannot work."""
+
+    def _check_counters(self, numbers: dict[str, float | int]) -> None:
+        """Raise ValueError if saved counters contradict each other."""
 
     def bounds(self) -> tuple[float, float]:
         """Smallest and largest value this scale may take."""
@@ -122,9 +125,15 @@ class Scale:
         return self._read(name) if name in self._numbers else default
 
     def put(self, name: str, tensor: Tensor | None) -> None:
-        """Replace the tensor of one state, as libraries do that write torch's private names; None changes nothing."""
+        """Replace the tensor of one state, as libraries do that write torch's private names; None changes nothing.
+
+        Raises:
+            ArgumentError: a scale that is not finite and positive. Reads the device.
+        """
         if tensor is not None and name in self._numbers:
-            self._placed(tensor.device)[name] = tensor
+            if name == "scale":
+                checked_scale(tensor.item(), "_scale")
+            self._placed(tensor.device)[name] = tensor.reshape(())
 
     def _placed(self, device: torch.device) -> dict[str, Tensor]:
         if self._tensors is None:
@@ -172,6 +181,7 @@ class Scale:
             other = type(self)(**{f.name: state[f.name] for f in dataclasses.fields(self) if f.init})
             numbers = {name: _like(start, state[name], name) for name, start in other._numbers.items()}
             other.set_(numbers.pop("scale"))
+            other._check_counters(numbers)
         except (HalfstepError, TypeError, ValueError, OverflowError) as error:
             raise StateError(
                 asked=f"load_state_dict({state!r})",
@@ -308,12 +318,13 @@ class DynamicScale(BoundedScale):
         self.backoff_factor = checked_backoff_factor(self.backoff_factor)
         self.growth_interval = checked_count(self.growth_interval, "growth_interval")
         self.hysteresis = checked_count(self.hysteresis, "hysteresis")
-        if not 0.0 <= self.tolerance < 1.0:
+        self.tolerance = checked_tolerance(self.tolerance)
+        if not isinstance(self.consecutive_hysteresis, bool):
             raise ArgumentError(
-                asked=f"tolerance={self.tolerance!r}",
-                true="tolerance is the share of overflowing steps that is accepted, from 0 to below 1",
-                why="at 1 or more no overflow would ever lower the scale",
-                fix="pass a share such as 0.05, or 0.0 to back off at every overflow",
+                asked=f"consecutive_hysteresis={self.consecutive_hysteresis!r}",
+                true="it is True or False",
+                why="a text or number would count as True, whatever it says",
+                fix="pass True or False",
             )
         if self.consecutive_hysteresis and self.hysteresis == 1:
             raise ArgumentError(
@@ -331,6 +342,21 @@ class DynamicScale(BoundedScale):
             "steps_since_rescale": 0,
             "overflows_since_rescale": 0,
         }
+
+    def _check_counters(self, numbers: dict[str, float | int]) -> None:
+        if numbers["hysteresis_tracker"] > self.hysteresis:
+            raise ValueError(f"hysteresis_tracker is {numbers['hysteresis_tracker']}, above hysteresis")
+        if numbers["overflows_since_rescale"] > numbers["steps_since_rescale"]:
+            raise ValueError("overflows_since_rescale is above steps_since_rescale")
+        # The kernel grows when the count *equals* the interval: a count at or beyond it would never grow again.
+        numbers["growth_tracker"] = min(numbers["growth_tracker"], self.growth_interval - 1)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of clean steps before growth; a count already at or beyond it grows at the next clean step."""
+        self.growth_interval = checked_count(new_interval, "growth_interval")
+        self._numbers["growth_tracker"] = min(self._numbers["growth_tracker"], self.growth_interval - 1)
+        if self._tensors is not None:
+            self._tensors["growth_tracker"].clamp_(max=self.growth_interval - 1)
 
     def update_(self, found_inf: Tensor, largest: Tensor | None = None) -> None:  # noqa: ARG002
         """Back off, grow or count; see :meth:`Scale.update_`."""
@@ -384,6 +410,8 @@ def _like(start: float, value: object, name: str) -> float | int:
             raise ValueError(f"{name} is {value!r}, not a count")
         return int(number)
     statistic = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(statistic) or (statistic < 0 and name != "mean"):
+    # Logarithms of fp64 numbers lie within 2**11, and their squares within 2**22.
+    is_possible = name == "scale" or abs(statistic) <= 2.0**22
+    if not is_possible or (statistic < 0 and name != "mean"):
         raise ValueError(f"{name} is {value!r}, which no run can reach")
     return statistic

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from halfstep.errors import NotScaledError
 from halfstep.scaling import refusals
-from halfstep.scaling.checks import checked_backoff_factor, checked_count, checked_growth_factor
-from halfstep.scaling.scale import Scale
+from halfstep.scaling.checks import checked_backoff_factor, checked_growth_factor
+from halfstep.scaling.scale import DynamicScale, Scale
 
 
 class TorchNames:
@@ -45,7 +45,8 @@ class TorchNames:
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        """torch sets it in its constructor; the rule knows it already."""
+        if not self._rule.is_placed:  # as in torch, it counts until the first loss is scaled
+            self._rule.set_(value)
 
     @property
     def _init_growth_tracker(self) -> int:
@@ -53,7 +54,7 @@ class TorchNames:
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
-        """As above."""
+        """torch sets it to 0 in its constructor, as the rule does."""
 
     def _get_growth_tracker(self) -> int:
         return int(self._rule.number("growth_tracker", 0))
@@ -99,10 +100,8 @@ class TorchNames:
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before growth; at least 1. More clean steps than that count as all but one."""
         self._refuse_without("growth_interval")
-        self._growth_interval = checked_count(new_interval, "growth_interval")
-        tracker = self._growth_tracker
-        if tracker is not None:  # torch's kernel grows when the count *equals* the interval: never step past it
-            tracker.clamp_(max=self._growth_interval - 1)
+        if isinstance(self._rule, DynamicScale):
+            self._rule.set_growth_interval(new_interval)
 
     def _refuse_without(self, setting: str) -> None:
         if self._enabled and not hasattr(self._rule, setting):

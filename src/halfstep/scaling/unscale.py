@@ -1,8 +1,9 @@
 """From scaled gradients to what the optimizer may use: one multiplier, found once, applied where it is cheapest.
 
 The multiplier is ``1 / (scale * restraint)``. The restraint is exactly 1 for every gradient that a run can use; beyond
-a norm of 2**62 it shrinks the gradients to that norm, because their squares, which Adam keeps, would be inf in fp32. So
-a finite gradient never skips a step and never writes inf into a moment.
+a norm of 2**52 it shrinks the gradients to that norm, because their squares, which Adam keeps, would be inf in fp32. So
+a finite gradient never skips a step and never writes inf into a moment. fp64 gradients, whose moments are fp64, are
+shrunk only together with others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from halfstep._compat import has_float64, local_part
 from halfstep.kernels.inspect import Inspection
 
-LARGEST_NORM = 2.0**62  # its square, 2**124, leaves a factor of 16 to fp32's largest value
+LARGEST_NORM = 2.0**52  # Adagrad adds up squares for ever: 2**24 of 2**104 fit below fp32's largest value
 
 
 def restraint(found: Inspection, scale: Tensor) -> Tensor:
@@ -23,8 +24,7 @@ def restraint(found: Inspection, scale: Tensor) -> Tensor:
 
     1 as well where a gradient is inf or NaN: that step is skipped, so its gradients may keep their values.
     """
-    device = scale.device
-    norm = found.total_norm(device) / scale / LARGEST_NORM
+    norm = found.total_norm(scale.device, below_fp64=True) / scale / LARGEST_NORM
     return norm.nan_to_num(nan=1.0, posinf=1.0).clamp(min=1.0).float()
 
 

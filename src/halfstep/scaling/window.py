@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfstep._compat import HostCopy
+from halfstep._compat import HostCopy, is_host
 from halfstep.errors import ArgumentError, HalfstepWarning, warn
 from halfstep.kernels.inspect import Inspection
 from halfstep.scaling import refusals
@@ -39,6 +39,7 @@ class StepRecord:
     is_unscaled: bool = False
     is_stepped: bool = False
     _outcome: StepOutcome | None = field(default=None, repr=False)
+    _seen_gradients: list[tuple[int, int]] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
@@ -61,6 +62,17 @@ class StepRecord:
     def note(self, found: Inspection) -> None:
         """Take what inspection found; the last look in a window counts."""
         self.found, self._outcome = found, None
+
+    def mark_unscaled(self) -> None:
+        """Remember the gradients as they are now: unscaled and inspected."""
+        self._seen_gradients = self._gradient_marks()
+
+    def has_changed_gradients(self) -> bool:
+        """Whether a gradient was written or replaced since :meth:`mark_unscaled`: by clipping, or by a mistake."""
+        return self._seen_gradients is not None and self._seen_gradients != self._gradient_marks()
+
+    def _gradient_marks(self) -> list[tuple[int, int]]:
+        return [(id(p.grad), p.grad._version) for p in self.parameters if p.grad is not None]
 
     def decide(self, found_inf_per_device: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | None:
         """Take what the step is decided by: inspection's flags, or what others made of them, such as ranks agreeing."""
@@ -87,12 +99,15 @@ class StepRecord:
 
 
 def any_found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
-    """1.0 on ``device`` if any flag is set, else 0.0, never a count; None if there is no flag."""
-    parts = [flag.to(device, non_blocking=True) for flag in flags]
+    """1.0 on ``device`` if any flag is set, else 0.0; None if there is no flag.
+
+    Others may have made a count, a mean or a shape of [1] of a flag: whatever is not 0 is set.
+    """
+    parts = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
     if not parts:
         return None
-    together = parts[0] if len(parts) == 1 else torch.stack(parts).amax()
-    return together.clamp(max=1.0)
+    together = parts[0] if len(parts) == 1 else torch.stack(parts).abs().amax()
+    return together.ne(0.0).float()
 
 
 class PendingWindow:
@@ -119,6 +134,7 @@ class Books:
 
     def __init__(self, log: SkipLog, order: ParameterOrder) -> None:
         self.log, self.order = log, order
+        self._window: list[StepRecord] = []
         self._records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
         self._idle: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -129,14 +145,21 @@ class Books:
 
         Raises:
             ArgumentError: the optimizer holds no parameters.
+            CallOrderError: parameters were added or removed after its gradients were unscaled.
         """
-        if optimizer not in self._records:
-            self._records[optimizer] = StepRecord.of(optimizer)
-        return self._records[optimizer]
+        known = self._records.get(optimizer)
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known is not None and len(known.parameters) == size:
+            return known
+        if known is not None and known.is_unscaled:
+            raise refusals.parameters_changed(optimizer, len(known.parameters))
+        record = self._records[optimizer] = StepRecord.of(optimizer)
+        self._window = [other for other in self._window if other is not known] + [record]
+        return record
 
     def records(self) -> list[StepRecord]:
-        """The records of this window."""
-        return list(self._records.values())
+        """The records of this window, also of optimizers that are gone."""
+        return self._window
 
     def take_over_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's gradients are about to be unscaled in place.
@@ -173,10 +196,10 @@ class Books:
     def close(self, old_scale: Tensor, new_scale: Tensor) -> None:
         """End the window; settle the one before, and this one as well where there is nothing to wait for."""
         earlier, self._pending = self._pending, PendingWindow(self.records(), old_scale, new_scale)
-        self._records = weakref.WeakKeyDictionary()
+        self._records, self._window = weakref.WeakKeyDictionary(), []
         if earlier is not None:
             earlier.settle(self.log, self.order)
-        if old_scale.device.type == "cpu":
+        if is_host(old_scale.device):
             self.settle()
 
     def settle(self) -> None:
