@@ -21,7 +21,8 @@ from halfstep.compare.words import words_in
 
 def drawn(study, name):
     (picture,) = [picture for picture in pictures(study) if picture.name == name]
-    return picture.render(words_in("en"))
+    with plot_style.drawing_with(None):
+        return picture.draw(words_in("en"))
 
 
 def texts(figure):

@@ -73,19 +73,22 @@ def test_a_scale_brings_the_first_layer_back():
     assert run("autoencoder", "fp16-dynamic", epochs=1).start_first_layer.zero_share < 0.15
 
 
-def test_the_short_autoencoder_stalls_within_a_lecture():
-    """The whole of the lecture demonstration: unscaled fp16 stays with the mean image, which fp32 and scaling leave."""
-    runs = {regime: run("autoencoder-short", regime) for regime in ("fp32", "fp16-unscaled", "fp16-dynamic")}
-    verdicts = {
-        regime: make_row(TASKS["autoencoder-short"], [one], [runs["fp32"]], step_time_ratio=None).verdict
-        for regime, one in runs.items()
-    }
-    assert verdicts == {
-        "fp32": Verdict.MATCHES,
-        "fp16-unscaled": Verdict.STALLS,
-        "fp16-dynamic": Verdict.MATCHES,
-    }
-    assert runs["fp16-unscaled"].start_first_layer.zero_share == 1.0
+LECTURE_EPOCHS = 30  # 330 steps; fp32 has left the plateau of the mean image by step 280
+
+
+@pytest.fixture(scope="module")
+def lecture_fp32():
+    return run("autoencoder-short", "fp32", epochs=LECTURE_EPOCHS)
+
+
+@pytest.mark.parametrize(
+    ("regime", "share", "verdict"),
+    [("fp16-unscaled", 1.0, Verdict.STALLS), ("fp16-dynamic", 0.125, Verdict.MATCHES)],
+)
+def test_in_the_lecture_unscaled_fp16_stays_with_the_mean_image(regime, share, verdict, lecture_fp32):
+    half = run("autoencoder-short", regime, epochs=LECTURE_EPOCHS)
+    assert half.start_first_layer.zero_share == pytest.approx(share, abs=0.005)
+    assert make_row(TASKS[half.task], [half], [lecture_fp32], step_time_ratio=None).verdict is verdict
 
 
 @pytest.mark.parametrize("task", ["autoencoder-tanh", "autoencoder-relu"])

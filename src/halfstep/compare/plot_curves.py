@@ -26,7 +26,6 @@ def draw_curves(study: Study, task: Task, words: Words) -> Any:
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words(task.metric_name))
     axes.set_title(words.name_of("task", task.name))
-    figure.canvas.draw()  # settles the axes, which the labels are placed by
     label_line_ends(axes, ends)
     return figure
 

@@ -38,7 +38,6 @@ def draw_scale(study: Study, task: Task, words: Words) -> Any:
     axes.set_title(
         words("plot.skip" if has_skips else "plot.no_skip"), loc="right", color=MUTED, fontsize=15, fontweight="normal"
     )
-    figure.canvas.draw()
     label_line_ends(axes, ends)
     return figure
 

@@ -116,6 +116,7 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) ->
     """
     if not ends:
         return
+    axes.figure.draw_without_rendering()  # settles the axes, which the labels are placed by
     to_axes = axes.transData + axes.transAxes.inverted()
     low, high = axes.get_ylim()
     inside = [(x, min(max(y, low), high), name, color) for x, y, name, color in ends]  # a line may leave the picture

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from halfstep.compare.plot_bytes import draw_bytes
@@ -39,13 +40,11 @@ class Picture:
     task: Task | None
     draw: Callable[[Words], Any]
 
-    def render(self, words: Words) -> Any:
-        """The figure, in the words' language where a font can write it."""
+    def save(self, path: Path, words: Words) -> None:
+        """Draw it as a PNG, in the words' language where a font can write it."""
         drawable, font = plot_words(words)
-        with drawing_with(font):
-            figure = self.draw(drawable)
-            figure.canvas.draw()  # while the settings hold: fonts are looked up when text is laid out
-        return figure
+        with drawing_with(font):  # until it is saved: matplotlib looks fonts up when it draws
+            self.draw(drawable).savefig(path)
 
 
 def pictures(study: Study) -> Iterator[Picture]:

@@ -112,7 +112,7 @@ def _unwritable(folder: Path, error: OSError) -> ArgumentError:
 
 def _write_picture(picture: Picture, folder: Path, words: Words) -> dict[str, Any]:
     path = folder / f"{picture.name}.png"
-    picture.render(words).savefig(path)
+    picture.save(path, words)
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     return {"picture": picture, "source": f"data:image/png;base64,{data}"}
 

@@ -166,7 +166,8 @@ def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:
         for future in as_completed(futures):
             yield future.result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # Not waited for: the processes take seconds to unload torch, and the report can be drawn meanwhile.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _rows_of(task: Task, settings: Settings, runs: dict[tuple[str, str, int], Run]) -> Iterator[Row]:

@@ -181,6 +181,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, for clipping or looking at them. Optional.
 
+        They are inspected now and not again: as in torch, what is written into them afterwards is stepped with as it is.
+
         Args:
             optimizer: its fp32, fp64, bf16 and complex gradients, dense or sparse, are unscaled and inspected.
 
@@ -197,7 +199,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, reciprocal(scale), found_inf, False)
         state["stage"] = OptState.UNSCALED
-        self._books.record(optimizer).mark_unscaled()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -266,8 +267,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     ) -> Any:
         if closure is not None:
             return self._step_with_closure(optimizer, state, closure, args, kwargs)
-        if state["stage"] is OptState.UNSCALED:
-            self._look_again(optimizer, state)
         if not needs_widening(optimizer):
             return self._plain_step(optimizer, state, args, kwargs)
         record, stage = self._books.record(optimizer), state["stage"]
@@ -283,17 +282,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         for count in wide.num_saturated:
             self._saturated = self._saturated.to(count.device, non_blocking=True) + count
         return result
-
-    def _look_again(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Gradients that were written after ``unscale_`` are inspected once more, for what the user made of them."""
-        record = self._books.record(optimizer)
-        if not record.has_changed_gradients():
-            return
-        before = state["found_inf_per_device"]
-        now = self._inspect(optimizer).found_inf
-        state["found_inf_per_device"] = {
-            device: torch.maximum(before[device], flag) if device in before else flag for device, flag in now.items()
-        } | {device: flag for device, flag in before.items() if device not in now}
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -356,8 +344,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
                 self._is_evaluating = False
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            else:
-                self._look_again(optimizer, state)
             self._decide(optimizer, state)
             if record.outcome(self._books.order).kind == "skipped":
                 raise closures.BadEvaluation

@@ -39,7 +39,6 @@ class StepRecord:
     is_unscaled: bool = False
     is_stepped: bool = False
     _outcome: StepOutcome | None = field(default=None, repr=False)
-    _seen_gradients: list[tuple[int, int]] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
@@ -62,17 +61,6 @@ class StepRecord:
     def note(self, found: Inspection) -> None:
         """Take what inspection found; the last look in a window counts."""
         self.found, self._outcome = found, None
-
-    def mark_unscaled(self) -> None:
-        """Remember the gradients as they are now: unscaled and inspected."""
-        self._seen_gradients = self._gradient_marks()
-
-    def has_changed_gradients(self) -> bool:
-        """Whether a gradient was written or replaced since :meth:`mark_unscaled`: by clipping, or by a mistake."""
-        return self._seen_gradients is not None and self._seen_gradients != self._gradient_marks()
-
-    def _gradient_marks(self) -> list[tuple[int, int]]:
-        return [(id(p.grad), p.grad._version) for p in self.parameters if p.grad is not None]
 
     def decide(self, found_inf_per_device: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | None:
         """Take what the step is decided by: inspection's flags, or what others made of them, such as ranks agreeing."""
