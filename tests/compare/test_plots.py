@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.compare import plot_gradients, plot_style
-from halfstep.compare.measure import GradientStats
 from halfstep.compare.plot_gradients import lesson
-from halfstep.compare.plot_scale import scale_needed
 from halfstep.compare.plot_style import spread
 from halfstep.compare.plots import pictures
 from halfstep.compare.trainer import CurvePoint
@@ -104,13 +102,6 @@ def test_bars_add_up_to_the_bytes(study):
         + row.peak_activation_bytes
     )
     assert f"  {total / 1024:,.0f} KiB" in texts(figure)
-
-
-def test_half_of_the_gradients_need_this_scale():
-    stats = GradientStats(10, 0, ((-40, 4), (-34, 2), (-20, 4)))
-    assert scale_needed(stats) == 2.0**10  # 2**-34 times 2**10 is 2**-24, fp16's smallest subnormal
-    assert scale_needed(GradientStats(10, 10, ())) is None
-    assert scale_needed(GradientStats(1, 0, ((0, 1),))) == 1.0
 
 
 @given(st.lists(st.floats(-0.2, 1.2), max_size=14).map(sorted))

@@ -181,7 +181,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, for clipping or looking at them. Optional.
 
-        They are inspected now and not again: as in torch, what is written into them afterwards is stepped with as it is.
+        They are inspected now and not again: as in torch, what is written into them afterwards is stepped with.
 
         Args:
             optimizer: its fp32, fp64, bf16 and complex gradients, dense or sparse, are unscaled and inspected.
