@@ -141,8 +141,7 @@ class _Job:
 
 def _jobs(settings: Settings) -> list[_Job]:
     return [
-        # A task that was asked for by name but has no short form is trained in full.
-        _Job(task, regime, seed, task.num_epochs(quick=settings.is_quick) or task.epochs, str(settings.device))
+        _Job(task, regime, seed, task.num_epochs(is_quick=settings.is_quick), str(settings.device))
         for task in settings.tasks
         for seed in range(settings.num_seeds)
         for regime in settings.regimes

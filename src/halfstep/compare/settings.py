@@ -54,7 +54,7 @@ def choose(
     """Check what was asked for and turn names into tasks and regimes.
 
     Args:
-        tasks: names; empty means all (in quick form, those that have one).
+        tasks: names; empty means those of the full study, or of its quick form.
         regimes: names; empty means all (in quick form, those meant for it). fp32 is added where it is missing.
         num_seeds: 1 for a look, 3 for the full study.
         is_quick: a lecture demonstration: fewer tasks, regimes and epochs.
@@ -73,7 +73,7 @@ def choose(
         ['fp32', 'bf16']
     """
     place = _device(device)
-    chosen_tasks = _pick(TASKS, tasks, "task") or [task for task in TASKS.values() if task.num_epochs(quick=is_quick)]
+    chosen_tasks = _pick(TASKS, tasks, "task") or [task for task in TASKS.values() if task.is_shown(is_quick=is_quick)]
     chosen_regimes = _pick(REGIMES, regimes, "regime") or [r for r in REGIMES.values() if r.in_quick or not is_quick]
     if REFERENCE not in chosen_regimes:
         chosen_regimes.insert(0, REFERENCE)

@@ -74,6 +74,7 @@ class Task:
         batch_size: examples per step.
         epochs: passes over the training data.
         quick_epochs: the same in a lecture demonstration; 0 leaves the task out there.
+        in_full: whether the full study shows the task without being asked for it by name.
         same_relative: a metric up to this share above fp32's still matches it.
         same_absolute: and so does one up to this much above it, in the metric's own unit.
         has_log_curve: whether the learning curve is drawn on a logarithmic scale.
@@ -93,10 +94,15 @@ class Task:
     same_relative: float
     same_absolute: float
     has_log_curve: bool = False
+    in_full: bool = True
 
-    def num_epochs(self, *, quick: bool) -> int:
-        """Passes over the training data, in the study or in its short form."""
-        return self.quick_epochs if quick else self.epochs
+    def num_epochs(self, *, is_quick: bool) -> int:
+        """Passes over the training data; a task without a short form is trained in full there too."""
+        return self.quick_epochs or self.epochs if is_quick else self.epochs
+
+    def is_shown(self, *, is_quick: bool) -> bool:
+        """Whether the study, or its short form, shows the task without being asked for it by name."""
+        return self.quick_epochs > 0 if is_quick else self.in_full
 
 
 # ---- the lecture's example: one linear layer ------------------------------------------------------------------------
@@ -235,7 +241,7 @@ def _linear_task(name: str, unit: float) -> Task:
 
 
 def _autoencoder_task(
-    name: str, encoder: Sequence[int], activation: Callable[[], nn.Module], epochs: int, quick_epochs: int
+    name: str, encoder: Sequence[int], activation: Callable[[], nn.Module], epochs: int, *, is_for_lecture: bool = False
 ) -> Task:
     return Task(
         name=name,
@@ -248,7 +254,8 @@ def _autoencoder_task(
         metric_name="test_mse",
         batch_size=128,
         epochs=epochs,
-        quick_epochs=quick_epochs,
+        quick_epochs=epochs if is_for_lecture else 0,
+        in_full=not is_for_lecture,
         same_relative=0.1,  # fp16 runs of equal quality scatter by up to 7 % around fp32's with the same seed
         same_absolute=0.0,
     )
@@ -277,11 +284,11 @@ TASKS: dict[str, Task] = {
     for task in (
         _linear_task("linear", 1.0),
         _linear_task("linear-small-units", SMALL_UNIT),
-        _autoencoder_task("autoencoder", DEEP, nn.Sigmoid, 200, 0),
+        _autoencoder_task("autoencoder", DEEP, nn.Sigmoid, 200),
         # fp32 leaves the plateau between steps 224 and 280 of 440; the deep one needs 660 of its 2200.
-        _autoencoder_task("autoencoder-short", SHORT, nn.Sigmoid, 40, 40),
-        _autoencoder_task("autoencoder-tanh", DEEP, nn.Tanh, 20, 0),
-        _autoencoder_task("autoencoder-relu", DEEP, nn.ReLU, 20, 0),
+        _autoencoder_task("autoencoder-short", SHORT, nn.Sigmoid, 40, is_for_lecture=True),
+        _autoencoder_task("autoencoder-tanh", DEEP, nn.Tanh, 20),
+        _autoencoder_task("autoencoder-relu", DEEP, nn.ReLU, 20),
         _digits_task(),
     )
 }
