@@ -374,12 +374,13 @@ def test_gradients_whose_squares_overflow_are_applied_and_leave_finite_moments()
         assert w.item() < 1.0
 
 
-def test_a_scale_below_one_does_not_turn_a_large_gradient_into_inf():
+@pytest.mark.parametrize("scale", [2.0**-14, 2.0**-126])
+def test_a_scale_below_one_does_not_turn_a_large_gradient_into_inf(scale):
     for make in OPTIMIZERS.values():
         w = weight(1.0)
-        optimizer, s = make([w]), scaler(init_scale=2.0**-14)
+        optimizer, s = make([w]), scaler(init_scale=scale)
         s.scale(w.sum() * 0).backward()
-        w.grad = torch.tensor([1e38])  # unscaled, 1.6e42
+        w.grad = torch.tensor([3e38])  # unscaled, 5e42
         s.step(optimizer)
         assert torch.isfinite(w).all()
 

@@ -1,17 +1,19 @@
-"""One read of the gradients: is each finite, which one is inf or NaN, how large is its norm.
+"""One read of the gradients: is each finite, which one is inf or NaN, how large is it.
 
-Method: the L2 norm of every gradient, computed so that it is finite exactly when every element is. On CUDA and XPU one
-multi-tensor call accumulates in fp64, where no square of a 16- or 32-bit value overflows or vanishes. On the CPU the
-norms of blocks of 2**16 elements are taken in fp32, which runs at memory bandwidth, and added in fp64; only a block
-whose fp32 norm is not trustworthy (inf, NaN, or so small that squares vanish) is looked at again. inf stays inf and
-NaN stays NaN, so one number per gradient answers "finite?", "inf or NaN?" and "how large?".
+Method: one number per gradient that is finite exactly when every element is, inf or NaN otherwise. Either the largest
+magnitude, which torch finds at memory bandwidth, or the L2 norm, where clipping or a report wants it, or both.
+
+The norm is computed so that no square overflows or vanishes. On CUDA and XPU one multi-tensor call accumulates in fp64.
+On the CPU the norms of blocks of 2**14 elements are taken in fp32 and added in fp64; only gradients with a block whose
+fp32 norm is not trustworthy (inf, NaN, or so small that squares vanish) are looked at again.
 
 Nothing is written, and what is allocated is a few scalars per gradient. Nothing is read on the host, except on the CPU,
 where the host is the device. What this module does not do: agree across ranks (a DTensor answers for its local part),
 or decide anything.
 
-Error: against an fp64 sum the squared norm is right to 2**-14 relative at worst (one fp32 rounding for each of the
-2**16 / 8 additions in a lane); measured, a norm is right to 2e-5.
+Error: the largest magnitude is exact. A squared norm is right to 2**-13 relative at worst (one fp32 rounding for each
+of the 2**14 / 8 additions in a lane; four times as many for 16-bit gradients, whose blocks are longer); measured, a norm
+is right to 3e-5.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch import Tensor
 from halfstep._compat import has_float64, is_dense, local_part
 from halfstep.errors import ArgumentError
 
-BLOCK = 2**16  # elements; 256 KiB of fp32 stay in a core's cache, and short sums keep their bits
+BLOCK = 2**14  # elements of one fp32 norm: short sums keep their bits, and the rows of a matrix of blocks share threads
+_BUFFER = 2**16  # 16-bit elements that are widened at once: 256 KiB of fp32, which stay in a core's cache
 _TRUSTED_NORM = 2.0**-50  # below it, squares of elements that matter may be fp32 subnormals or zero
 
 _LARGEST_TRUSTED_NORM = 2.0**500  # beyond it, only in fp64, squares of norms may not add up
@@ -42,68 +45,71 @@ class Inspection:
 
     Args:
         positions: for each device, the places in the inspected sequence that the answers belong to.
-        norms: for each device, the L2 norms, fp64 (fp32 where the device has no fp64), shape ``[len(positions)]``.
-            A norm is finite exactly when every element of its gradient is; NaN if any element is NaN, else inf.
         are_fp64: for each device, which of the gradients are fp64.
         found_inf: for each device, whether any gradient is inf or NaN: 0-dim fp32, exactly 0.0 or 1.0, never a count.
-        largest: for each device, the largest magnitude of an element, fp32 or wider, shape ``[len(positions)]``;
-            ``None`` unless it was asked for.
+        largest: for each device, the largest magnitude of an element, fp32 or wider, shape ``[len(positions)]``; None
+            unless it was asked for. Finite exactly when the gradient is; NaN if any element is NaN, else inf.
+        norms: for each device, the L2 norms, fp64 (fp32 where the device has no fp64), same shape; None unless asked
+            for. Finite, inf or NaN just as ``largest``.
     """
 
     positions: Mapping[torch.device, tuple[int, ...]]
-    norms: Mapping[torch.device, Tensor]
     are_fp64: Mapping[torch.device, tuple[bool, ...]]
     found_inf: Mapping[torch.device, Tensor]
-    largest: Mapping[torch.device, Tensor] | None = None
+    largest: Mapping[torch.device, Tensor] | None
+    norms: Mapping[torch.device, Tensor] | None
 
-    def total_norm(self, device: torch.device, *, below_fp64: bool = False) -> Tensor:
-        """The L2 norm of all gradients of all devices together, 0-dim, on ``device``; optionally without fp64 ones."""
-        chosen = [
-            norms[torch.tensor(self.are_fp64[home], device=home).logical_not_()]
-            if below_fp64 and any(self.are_fp64[home])
-            else norms
-            for home, norms in self.norms.items()
-        ]
-        parts: list[Tensor] = [torch.linalg.vector_norm(norms).to(device, non_blocking=True) for norms in chosen]
-        together: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(_stacked(parts, device))
+    def total_norm(self, device: torch.device) -> Tensor:
+        """The L2 norm of all gradients of all devices together, 0-dim, on ``device``."""
+        norms = self._asked_for(self.norms, "norm")
+        parts: list[Tensor] = [torch.linalg.vector_norm(n).to(device, non_blocking=True) for n in norms.values()]
+        together: Tensor = torch.linalg.vector_norm(_stacked(parts, device))
         return together
 
-    def total_largest(self, device: torch.device) -> Tensor:
-        """The largest magnitude of any element, 0-dim fp32, on ``device``; NaN if an element is NaN."""
-        if self.largest is None:
+    def total_largest(self, device: torch.device, *, below_fp64: bool = False) -> Tensor:
+        """The largest magnitude of an element, 0-dim fp32, on ``device``; NaN if one is NaN; optionally without fp64."""
+        parts = []
+        for home, largest in self._asked_for(self.largest, "largest").items():
+            if below_fp64 and any(self.are_fp64[home]):
+                largest = largest.masked_fill(torch.tensor(self.are_fp64[home], device=home), 0.0)
+            parts.append(largest.amax().float().to(device, non_blocking=True))
+        return parts[0] if len(parts) == 1 else _stacked(parts, device).amax()
+
+    def _asked_for(self, answers: Mapping[torch.device, Tensor] | None, name: str) -> Mapping[torch.device, Tensor]:
+        if answers is None:
             raise ArgumentError(
-                asked="Inspection.total_largest()",
-                true="these gradients were inspected without largest=True",
-                why="the largest elements were not recorded",
-                fix="call inspect(gradients, largest=True)",
+                asked=f"a total of an inspection without {name}",
+                true=f"these gradients were inspected with {name}=False",
+                why="it was not recorded, and the gradients may have changed since",
+                fix=f"call inspect(gradients, {name}=True)",
             )
-        parts = [largest.max().float().to(device, non_blocking=True) for largest in self.largest.values()]
-        return _stacked(parts, device).amax()
+        return answers
 
     def faults(self) -> dict[int, FaultKind]:
         """Position and kind of every gradient that is not finite. Reads on the host: for reports, not for steps."""
         found: dict[int, FaultKind] = {}
-        for device, norms in self.norms.items():
-            for position, norm in zip(self.positions[device], norms.tolist(), strict=True):
-                if not math.isfinite(norm):
-                    found[position] = "nan" if math.isnan(norm) else "inf"
+        for device, sizes in (self.norms or self.largest or {}).items():
+            for position, size in zip(self.positions[device], sizes.tolist(), strict=True):
+                if not math.isfinite(size):
+                    found[position] = "nan" if math.isnan(size) else "inf"
         return found
 
 
-def inspect(gradients: Sequence[Tensor | None], *, largest: bool = False) -> Inspection:
+def inspect(gradients: Sequence[Tensor | None], *, norm: bool = True, largest: bool = False) -> Inspection:
     """Read every gradient once and say what is in it; write nothing, wait for nothing.
 
     Args:
         gradients: dense, sparse (duplicates are added before they are judged, in their own dtype), complex (judged
             by real and imaginary parts), 16-bit, on any mix of devices, or ``None`` for a parameter without one.
             Of a DTensor the local part is read.
-        largest: also find the largest magnitudes, for an adaptive scale. On the CPU this is a second read.
+        norm: find the L2 norms.
+        largest: find the largest magnitudes. Both together are a second read.
 
     Returns:
         An :class:`Inspection`. Empty gradients and ``None`` are left out of it.
 
     Raises:
-        ArgumentError: a gradient is not a floating or complex tensor.
+        ArgumentError: a gradient is not a floating or complex tensor, or neither answer was asked for.
 
     Example:
         >>> g = [torch.tensor([3.0, 4.0]), None, torch.tensor([float("inf")])]
@@ -111,6 +117,13 @@ def inspect(gradients: Sequence[Tensor | None], *, largest: bool = False) -> Ins
         >>> found.faults(), float(found.norms[g[0].device][0])
         ({2: 'inf'}, 5.0)
     """
+    if not (norm or largest):
+        raise ArgumentError(
+            asked="inspect(norm=False, largest=False)",
+            true="an inspection answers by the norm, the largest magnitude, or both",
+            why="without either there is nothing to find",
+            fix="ask for largest=True, which is the cheaper one",
+        )
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     with torch.no_grad():
         for position, gradient in enumerate(gradients):
@@ -119,19 +132,16 @@ def inspect(gradients: Sequence[Tensor | None], *, largest: bool = False) -> Ins
             values = real_values(gradient)
             if values.numel():
                 by_device.setdefault(values.device, {})[position] = values
-        norms = {device: _norms(device, list(found.values())) for device, found in by_device.items()}
+        values_of = {device: list(found.values()) for device, found in by_device.items()}
+        norms = {device: _norms(device, values) for device, values in values_of.items()} if norm else None
+        magnitudes = {device: _largest(device, values) for device, values in values_of.items()} if largest else None
         return Inspection(
             positions={device: tuple(found) for device, found in by_device.items()},
+            are_fp64={device: tuple(v.dtype == torch.float64 for v in values) for device, values in values_of.items()},
+            # Times zero a finite size is 0, any other is NaN.
+            found_inf={d: (sizes * 0.0).sum().ne(0.0).float() for d, sizes in (norms or magnitudes or {}).items()},
+            largest=magnitudes,
             norms=norms,
-            are_fp64={
-                device: tuple(values.dtype == torch.float64 for values in found.values())
-                for device, found in by_device.items()
-            },
-            # Times zero a finite norm is 0, any other is NaN.
-            found_inf={device: (n * 0.0).sum().ne(0.0).float() for device, n in norms.items()},
-            largest={device: _largest(device, list(found.values())) for device, found in by_device.items()}
-            if largest
-            else None,
         )
 
 
@@ -178,11 +188,17 @@ def _norms_by_foreach(values: list[Tensor]) -> Tensor:
 
 def _largest(device: torch.device, values: list[Tensor]) -> Tensor:
     if device.type == "cpu":  # aminmax runs at memory bandwidth; torch 2.13's inf-norm takes 15 to 30 times as long
-        magnitudes = [torch.maximum(-low, high).abs() for low, high in map(torch.aminmax, values)]
-    else:
-        magnitudes = list(torch._foreach_norm(values, math.inf))
-    dtype = torch.float64 if any(m.dtype == torch.float64 for m in magnitudes) else torch.float32
-    return torch.stack([m.to(dtype) for m in magnitudes])
+        lows, highs = zip(*map(torch.aminmax, values), strict=True)
+        return torch.maximum(-_stacked_wide(lows), _stacked_wide(highs)).abs()
+    return _stacked_wide(torch._foreach_norm(values, math.inf))
+
+
+def _stacked_wide(scalars: Sequence[Tensor]) -> Tensor:
+    """One row, fp64 if one of them is, else fp32."""
+    if all(scalar.dtype == torch.float32 for scalar in scalars):
+        return torch.stack(list(scalars))
+    dtype = torch.float64 if any(scalar.dtype == torch.float64 for scalar in scalars) else torch.float32
+    return torch.stack([scalar.to(dtype) for scalar in scalars])
 
 
 def _norms_by_blocks(values: list[Tensor]) -> Tensor:
@@ -238,8 +254,8 @@ def _flat_view(values: Tensor) -> Tensor:
 
 def _block_norms_16_bit(flat: Tensor) -> Tensor:
     # torch's own 16-bit norms are 14 times slower than widening one block at a time into a buffer that stays in cache.
-    buffer = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float32, device="cpu")
-    blocks = torch.split(flat, BLOCK)
+    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32, device="cpu")
+    blocks = torch.split(flat, _BUFFER)
     return torch.stack([torch.linalg.vector_norm(buffer[: len(block)].copy_(block)) for block in blocks])
 
 

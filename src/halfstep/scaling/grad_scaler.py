@@ -221,7 +221,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> Inspection:
         record = self._books.record(optimizer)
-        found = inspect([p.grad for p in record.parameters], largest=self._rule.needs_largest)
+        found = inspect([p.grad for p in record.parameters], norm=False, largest=True)
         record.note(found)
         return found
 

@@ -1,9 +1,9 @@
 """From scaled gradients to what the optimizer may use: one multiplier, found once, applied where it is cheapest.
 
-The multiplier is ``1 / (scale * restraint)``. The restraint is exactly 1 for every gradient that a run can use; beyond
-a norm of 2**52 it shrinks the gradients to that norm, because their squares, which Adam keeps, would be inf in fp32. So
-a finite gradient never skips a step and never writes inf into a moment. fp64 gradients, whose moments are fp64, are
-shrunk only together with others.
+The multiplier is ``1 / (scale * restraint)``. The restraint is exactly 1 for every gradient that a run can use; where
+an element exceeds 2**52 it shrinks the gradients so that the largest is 2**52, because their squares, which Adam keeps,
+would be inf in fp32. So a finite gradient never skips a step and never writes inf into a moment. fp64 gradients, whose
+moments are fp64, are shrunk only together with others.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import has_float64, local_part
+from halfstep.formats import FP32
 from halfstep.kernels.inspect import Inspection
 
-LARGEST_NORM = 2.0**52  # Adagrad adds up squares for ever: 2**24 of 2**104 fit below fp32's largest value
+LARGEST_GRADIENT = 2.0**52  # Adagrad adds up squares for ever: 2**24 of 2**104 fit below fp32's largest value
 
 
 def restraint(found: Inspection, scale: Tensor) -> Tensor:
-    """How much the unscaled gradients exceed the largest usable norm: 0-dim fp32 on the scale's device, at least 1.
+    """How much the unscaled gradients exceed the largest usable value: 0-dim fp32 on the scale's device, at least 1.
 
     1 as well where a gradient is inf or NaN: that step is skipped, so its gradients may keep their values.
     """
-    norm = found.total_norm(scale.device, below_fp64=True) / scale / LARGEST_NORM
-    return norm.nan_to_num(nan=1.0, posinf=1.0).clamp(min=1.0).float()
+    largest = found.total_largest(scale.device, below_fp64=True).nan_to_num(nan=0.0, posinf=0.0)
+    return (largest / (scale * LARGEST_GRADIENT)).clamp(1.0, FP32.largest)
 
 
 def reciprocal(divisor: Tensor) -> Tensor:
