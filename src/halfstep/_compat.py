@@ -26,6 +26,7 @@ __all__ = [
     "is_dense",
     "is_host",
     "local_part",
+    "moved",
     "refresh_per_optimizer_state",
     "update_scale_",
 ]
@@ -43,6 +44,14 @@ def local_part(tensor: Tensor) -> Tensor:
 def is_host(device: torch.device) -> bool:
     """Whether tensors of this device can be read without waiting for anything."""
     return device.type == "cpu"
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on another device, without waiting where that is safe.
+
+    A copy to the host that does not wait returns memory that is not filled yet, and the host reads at once.
+    """
+    return tensor.to(device, non_blocking=not is_host(device))
 
 
 def has_float64(device: torch.device) -> bool:

@@ -971,3 +971,86 @@ def test_the_scaler_keeps_no_optimizer_alive():
     del optimizer
     gc.collect()
     assert gone() is None
+
+
+# -- faults that a mutation once survived ------------------------------------------------------------------------------
+
+
+def test_step_before_backward_is_seen_in_every_window():
+    w = weight(1.0)
+    s, optimizer = scaler(), SGD([w], 0.1)
+    window(s, optimizer, w.sum())
+    optimizer.zero_grad()
+    s.scale(w.sum())
+    with pytest.raises(CallOrderError, match=r"before backward\(\)"):
+        s.step(optimizer)
+
+
+@quiet
+def test_tied_weights_arrive_last():
+    """A weight used first and last in forward gets its gradient last: it is not the nearest to the loss."""
+    tied, middle = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    x = _Poison.apply(middle(tied(torch.ones(2, 3))), NAN)
+    loss = tied(x).sum()
+    s = scaler()
+    s._books.order.name(nn.ModuleDict({"tied": tied, "middle": middle}))
+    optimizer = SGD([*tied.parameters(), *middle.parameters()], 0.1)
+    s.scale(loss).backward()
+    s.step(optimizer)
+    assert s.outcome(optimizer).culprit.name == "middle.weight"
+
+
+@quiet
+def test_the_order_is_learned_from_every_loss_of_the_first_window():
+    trunk, side, head = (nn.Linear(3, 3, bias=False) for _ in range(3))
+    s = scaler()
+    s._books.order.name(nn.ModuleDict({"head": head, "side": side, "trunk": trunk}))
+    optimizer = SGD([*head.parameters(), *side.parameters(), *trunk.parameters()], 0.1)
+    h = trunk(torch.ones(2, 3))
+    s.scale(side(h).sum()).backward(retain_graph=True)
+    s.scale(_Poison.apply(head(h), NAN).sum()).backward()
+    s.step(optimizer)
+    assert s.outcome(optimizer).culprit.name == "head.weight"
+
+
+def test_an_idle_count_starts_again_after_a_gradient():
+    a, b = weight(1.0), weight(1.0)
+    oa, ob, s = SGD([a], 1e-9), SGD([b], 1e-9), scaler()
+    for step in range(150):
+        a.grad = b.grad = None
+        s.scale((a + b).sum() if step == 75 else a.sum()).backward()
+        s.step(oa)
+        s.step(ob)
+        s.update()  # a warning would be an error here
+
+
+def test_the_repeat_names_the_scale_that_failed():
+    w = weight(1.0)
+    s, optimizer = scaler(repeat_after=2, on_repeat="raise"), SGD([w], 0.1)
+    with pytest.warns(SkippedStepWarning):
+        window(s, optimizer, w.sum() * NAN)
+    with pytest.raises(NonFiniteError, match=r"even at scale 512(.|\n)*fell from 1024"):
+        window(s, optimizer, w.sum() * NAN)
+    static = halfstep.GradScaler("cpu", scale=StaticScale(8.0), repeat_after=1, on_repeat="raise")
+    with pytest.raises(NonFiniteError, match="the scale does not move: it is too large for this model"):
+        window(static, optimizer, w.sum() * NAN)
+
+
+def test_a_users_subclass_of_a_fused_optimizer_is_widened_too():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    w = weight(1.0, dtype=torch.float16)
+    optimizer = Mine([w], 1e-3, fused=True)
+    window(scaler(), optimizer, (w.float() * 1e-4).sum())
+    assert optimizer.state[w]["exp_avg_sq"].item() == pytest.approx(1e-11, rel=1e-2)
+
+
+def test_the_private_growth_interval_does_not_pass_the_count_by():
+    w = weight(1.0)
+    s, optimizer = scaler(growth_interval=50), SGD([w], 1e-9)
+    for _ in range(10):
+        window(s, optimizer, w.sum())
+    s._growth_interval = 3
+    window(s, optimizer, w.sum())
+    assert s.get_scale() == 2048.0

@@ -12,8 +12,8 @@ where the host is the device. What this module does not do: agree across ranks (
 or decide anything.
 
 Error: the largest magnitude is exact. A squared norm is right to 2**-13 relative at worst (one fp32 rounding for each
-of the 2**14 / 8 additions in a lane; four times as many for 16-bit gradients, whose blocks are longer); measured, a norm
-is right to 3e-5.
+of the 2**14 / 8 additions in a lane; four times as many for 16-bit gradients, whose blocks are longer); measured, a
+norm is right to 3e-5.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfstep._compat import has_float64, is_dense, local_part
+from halfstep._compat import has_float64, is_dense, local_part, moved
 from halfstep.errors import ArgumentError
 
 BLOCK = 2**14  # elements of one fp32 norm: short sums keep their bits, and the rows of a matrix of blocks share threads
@@ -62,17 +62,17 @@ class Inspection:
     def total_norm(self, device: torch.device) -> Tensor:
         """The L2 norm of all gradients of all devices together, 0-dim, on ``device``."""
         norms = self._asked_for(self.norms, "norm")
-        parts: list[Tensor] = [torch.linalg.vector_norm(n).to(device, non_blocking=True) for n in norms.values()]
+        parts: list[Tensor] = [moved(torch.linalg.vector_norm(n), device) for n in norms.values()]
         together: Tensor = torch.linalg.vector_norm(_stacked(parts, device))
         return together
 
     def total_largest(self, device: torch.device, *, below_fp64: bool = False) -> Tensor:
-        """The largest magnitude of an element, 0-dim fp32, on ``device``; NaN if one is NaN; optionally without fp64."""
+        """The largest magnitude of all, 0-dim fp32, on ``device``; NaN if an element is; optionally without fp64."""
         parts = []
         for home, largest in self._asked_for(self.largest, "largest").items():
             if below_fp64 and any(self.are_fp64[home]):
                 largest = largest.masked_fill(torch.tensor(self.are_fp64[home], device=home), 0.0)
-            parts.append(largest.amax().float().to(device, non_blocking=True))
+            parts.append(moved(largest.amax().float(), device))
         return parts[0] if len(parts) == 1 else _stacked(parts, device).amax()
 
     def _asked_for(self, answers: Mapping[torch.device, Tensor] | None, name: str) -> Mapping[torch.device, Tensor]:

@@ -2,14 +2,14 @@
 
 A NaN born in the middle of a network poisons the gradient of everything upstream of it, so the list of bad parameters
 is long and mostly innocent. Backward runs from the loss to the input; the first parameter that received a bad gradient
-is the one nearest the place where it was born. The order of arrival is read once from the autograd graph of the first
-loss: a node created later in forward runs earlier in backward. Where the graph hides it (compiled regions, reentrant
-checkpointing), the order of definition stands in.
+is the one nearest the place where it was born. The order of arrival is read from the autograd graphs of the first
+window's losses: a node created later in forward runs earlier in backward. Where the graph hides it (compiled regions,
+reentrant checkpointing), the order of definition stands in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,16 @@ class ParameterOrder:
         for name, parameter in model.named_parameters():
             self._names[parameter] = name
 
-    def learn(self, outputs: Tensor | Iterable[Any]) -> None:
-        """Read the order once, from the graph behind the first loss that has one."""
+    def learn(self, loss: Tensor) -> None:
+        """Read the order from the graph behind a loss of the first window that has one."""
         if self._is_learned:
             return
-        for node, step in _leaf_steps(outputs):
-            self._steps[node] = step
-            self._is_learned = True
+        for leaf, step in _leaf_steps(loss):
+            self._steps[leaf] = min(step, self._steps.get(leaf, step))
+
+    def finish(self) -> None:
+        """The window is over: what it taught is kept."""
+        self._is_learned = len(self._steps) > 0
 
     def culprit(self, parameters: Sequence[Tensor], faults: Mapping[int, FaultKind], groups: list[int]) -> Culprit:
         """The one of ``faults`` (position in ``parameters`` -> kind) that is nearest the loss."""
@@ -102,15 +105,13 @@ def _position_name(position: int, groups: list[int]) -> str:
     return f"parameter {position}"
 
 
-def _leaf_steps(outputs: Tensor | Iterable[Any]) -> Iterator[tuple[Tensor, int]]:
-    """Each leaf behind ``outputs`` with the sequence number after which backward reaches it.
+def _leaf_steps(loss: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Each leaf behind ``loss`` with the sequence number after which backward reaches it.
 
     A leaf receives its gradient once, after the earliest of the forward operations that used it has run backward: the
     smallest sequence number counts.
     """
-    if not isinstance(outputs, Tensor):
-        return
-    root = outputs.grad_fn
+    root = loss.grad_fn
     if root is None:
         return
     steps: dict[Any, int] = {}

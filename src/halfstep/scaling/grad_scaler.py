@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._compat import OptState, refresh_per_optimizer_state
+from halfstep._compat import OptState, moved, refresh_per_optimizer_state
 from halfstep.errors import warn
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures, fused_sgd, refusals
+from halfstep.scaling.agree import agreed
 from halfstep.scaling.checks import checked_count, checked_scale
 from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.loss import LossSeen, check_loss
@@ -36,9 +37,9 @@ from halfstep.scaling.scale import DynamicScale, NoScale, Scale
 from halfstep.scaling.settings import scale_from, widened_bounds
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
 from halfstep.scaling.torch_names import TorchNames
-from halfstep.scaling.unscale import multiply_, reciprocal, restraint
+from halfstep.scaling.unscale import multiply_, reciprocal, safe_divisor, safe_factor
 from halfstep.scaling.widen import HALF_DTYPES, Widened, needs_widening
-from halfstep.scaling.window import Books, any_found_inf
+from halfstep.scaling.window import Books, any_found_inf, parameters_of
 
 # torch's key -> the scale's own name for the same state
 _SHARED_KEYS = {
@@ -203,15 +204,15 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = [p.grad for p in self._books.record(optimizer).parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not allow_fp16 and any(g.dtype in (torch.float16, torch.complex32) for g in gradients):
             raise refusals.fp16_gradients(optimizer)
         inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())  # callers of this private name pass [1] too
         self._books.take_over_gradients(optimizer)
         found = self._inspect(optimizer)
         if gradients:
-            multiply_(gradients, inv_scale * restraint(found, reciprocal(inv_scale)).reciprocal())
-        return {d: torch.maximum(flag, found_inf.to(d, non_blocking=True)) for d, flag in found.found_inf.items()}
+            multiply_(gradients, safe_factor(found, inv_scale))
+        return {d: torch.maximum(flag, moved(found_inf, d)) for d, flag in found.found_inf.items()}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         self._check_scale_growth_tracker("_check_inf_per_device")
@@ -220,9 +221,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return found_inf
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> Inspection:
-        record = self._books.record(optimizer)
-        found = inspect([p.grad for p in record.parameters], norm=False, largest=True)
-        record.note(found)
+        # The optimizer's own list: while it steps in fp32, others stand in it for its 16-bit parameters.
+        gradients = [p.grad for p in parameters_of(optimizer)]
+        found = agreed(inspect(gradients, norm=False, largest=True), gradients)
+        self._books.record(optimizer).note(found)
         return found
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             finally:
                 wide.found_inf = record.found_inf
         for count in wide.num_saturated:
-            self._saturated = self._saturated.to(count.device, non_blocking=True) + count
+            self._saturated = moved(self._saturated, count.device) + count
         return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
@@ -318,7 +320,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if is_unscaled:
             divisor = users
         else:
-            divisor = scale if found is None else scale * restraint(found, scale)
+            divisor = scale if found is None else safe_divisor(found, scale)
             divisor = divisor if users is None else divisor * users
         fused_sgd.seed_momentum(optimizer, divisor)
         try:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from halfstep._compat import update_scale_
+from halfstep._compat import moved, update_scale_
 from halfstep.errors import ArgumentError, HalfstepError, StateError
 from halfstep.formats import FP32
 from halfstep.scaling.checks import (
@@ -89,7 +89,7 @@ class Scale:
 
     def value(self, device: torch.device) -> Tensor:
         """The scale as a 0-dim fp32 tensor on ``device``; the first call decides where the state lives."""
-        return self._placed(device)["scale"].to(device, non_blocking=True)
+        return moved(self._placed(device)["scale"], device)
 
     def get(self) -> float:
         """The scale as a number. Reads the device."""

@@ -17,7 +17,7 @@ from halfstep.scaling.culprit import Culprit
 StepKind = Literal["applied", "skipped", "no_gradients"]
 OnRepeat = Literal["warn", "raise", "ignore"] | Callable[[Culprit | None, int], object]
 
-REPEAT_AFTER = 20  # from 2**24, twenty halvings reach 2**4: what overflows there was inf before it was scaled
+REPEAT_AFTER = 20  # from 2**24, twenty halvings reach 2**4, below any scale that helps fp16
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class SkipLog:
         self.skipped_steps = 0
         self.skips_in_a_row = 0
         self.culprit: Culprit | None = None
+        self._scale_before_run = 0.0
 
     def record(self, outcomes: list[StepOutcome], old_scale: float, new_scale: float) -> None:
         """Count one window of one or more optimizers, and warn where that is due. Counts first, so that an error or a
@@ -66,13 +67,15 @@ class SkipLog:
             if any(outcome.kind == "applied" for outcome in outcomes):
                 self.skips_in_a_row = 0
             return
+        if self.skips_in_a_row == 0:
+            self._scale_before_run = old_scale
         before = self.skipped_steps
         self.skipped_steps += len(skipped)
         self.skips_in_a_row += 1
         self.culprit = next((outcome.culprit for outcome in skipped if outcome.culprit is not None), self.culprit)
         repeats = self.skips_in_a_row == self.repeat_after
         if repeats and self.on_repeat != "ignore":
-            self._repeat(skipped[0].culprit, new_scale)
+            self._repeat(skipped[0].culprit, old_scale)
         elif _passed_power_of_ten(before, self.skipped_steps):
             warn(self._text(skipped[0].culprit, old_scale, new_scale), SkippedStepWarning)
 
@@ -88,7 +91,7 @@ class SkipLog:
         error = NonFiniteError(
             asked=f"step {self.steps}: skipped; skips in a row: {self.skips_in_a_row}",
             true=f"{_bad_gradient(culprit)}, even at scale {scale:g}",
-            why="the loss or the forward pass itself is inf or NaN: lowering the scale cannot help",
+            why=self._why(scale),
             fix="print the loss; run the named layer in fp32 or bf16; look there for log(0), 0/0, values above 65504",
         )
         if callable(self.on_repeat):
@@ -97,6 +100,14 @@ class SkipLog:
             raise error
         else:
             warn(str(error), SkippedStepWarning)
+
+    def _why(self, scale: float) -> str:
+        if scale < self._scale_before_run:
+            return (
+                f"the scale fell from {self._scale_before_run:g} and that made no difference: the loss or the forward"
+                " pass itself is inf or NaN, and lowering the scale cannot help"
+            )
+        return "the scale does not move: it is too large for this model, or the loss or the forward pass is inf or NaN"
 
     def state_dict(self) -> dict[str, int]:
         """The counts."""

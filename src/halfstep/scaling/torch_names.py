@@ -81,7 +81,8 @@ class TorchNames:
 
     @_growth_interval.setter
     def _growth_interval(self, value: int) -> None:
-        self._configure(growth_interval=value)
+        if isinstance(self._rule, DynamicScale):
+            self._rule.set_growth_interval(value)
 
     def get_scale(self) -> float:
         """The scale as a number, 1.0 if the scaler is disabled. Reads the device."""

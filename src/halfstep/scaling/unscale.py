@@ -1,9 +1,9 @@
-"""From scaled gradients to what the optimizer may use: one multiplier, found once, applied where it is cheapest.
+"""From scaled gradients to what the optimizer may use: one divisor, found once, applied where it is cheapest.
 
-The multiplier is ``1 / (scale * restraint)``. The restraint is exactly 1 for every gradient that a run can use; where
-an element exceeds 2**52 it shrinks the gradients so that the largest is 2**52, because their squares, which Adam keeps,
-would be inf in fp32. So a finite gradient never skips a step and never writes inf into a moment. fp64 gradients, whose
-moments are fp64, are shrunk only together with others.
+The divisor is the scale, for every gradient that a run can use. Where an unscaled element would exceed 2**52 it is
+larger, so that the largest becomes 2**52: the squares that Adam keeps would be inf in fp32. So a finite gradient never
+skips a step and never writes inf into a moment. fp64 gradients, whose moments are fp64, are shrunk only together with
+others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from halfstep._compat import has_float64, local_part
-from halfstep.formats import FP32
+from halfstep._compat import has_float64, local_part, moved
 from halfstep.kernels.inspect import Inspection
 
 LARGEST_GRADIENT = 2.0**52  # Adagrad adds up squares for ever: 2**24 of 2**104 fit below fp32's largest value
 
 
-def restraint(found: Inspection, scale: Tensor) -> Tensor:
-    """How much the unscaled gradients exceed the largest usable value: 0-dim fp32 on the scale's device, at least 1.
+def safe_divisor(found: Inspection, scale: Tensor) -> Tensor:
+    """The scale, or more where the gradients need it: 0-dim fp32 on the scale's device."""
+    return torch.maximum(scale, _largest(found, scale.device) / LARGEST_GRADIENT)
 
-    1 as well where a gradient is inf or NaN: that step is skipped, so its gradients may keep their values.
-    """
-    largest = found.total_largest(scale.device, below_fp64=True).nan_to_num(nan=0.0, posinf=0.0)
-    return (largest / (scale * LARGEST_GRADIENT)).clamp(1.0, FP32.largest)
+
+def safe_factor(found: Inspection, inv_scale: Tensor) -> Tensor:
+    """The reciprocal of the scale, or less where the gradients need it: 0-dim fp32, for multiplying in place."""
+    return torch.minimum(inv_scale, LARGEST_GRADIENT / _largest(found, inv_scale.device))
+
+
+def _largest(found: Inspection, device: torch.device) -> Tensor:
+    # inf or NaN: that step is skipped, so its gradients may be unscaled like any other.
+    return found.total_largest(device, below_fp64=True).nan_to_num(nan=0.0, posinf=0.0)
 
 
 def reciprocal(divisor: Tensor) -> Tensor:
@@ -47,4 +52,4 @@ def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
         groups.setdefault((values.device, values.dtype), []).append(values)
     with torch.no_grad():
         for (device, _), values_list in groups.items():
-            torch._foreach_mul_(values_list, factor.to(device, non_blocking=True))
+            torch._foreach_mul_(values_list, moved(factor, device))

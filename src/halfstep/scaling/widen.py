@@ -12,7 +12,6 @@ masters. It needs 8 bytes per 16-bit parameter while the step runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -20,41 +19,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._compat import is_host
+from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, UnsupportedError, warn
 from halfstep.formats import format_of, saturating_cast
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+_TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def needs_widening(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of this optimizer should run in fp32 although it has 16-bit parameters with gradients.
 
-    Optimizers outside torch that announce support for loss scaling bring their own treatment of 16-bit weights.
+    Other optimizers than torch's that announce support for loss scaling bring their own treatment of 16-bit weights.
     """
-    is_foreign = not type(optimizer).__module__.startswith("torch.optim")
-    if is_foreign and getattr(optimizer, "_step_supports_amp_scaling", False):
+    announces = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if announces and not isinstance(optimizer, _TORCH_FUSED):
         return False
-    return any(True for _ in _half_parameters(optimizer))
+    return any(p.dtype in HALF_DTYPES and p.grad is not None for g in optimizer.param_groups for p in g["params"])
 
 
 @dataclass(eq=False)
-class _Taken:
-    """One parameter while it is widened."""
+class _Stand:
+    """An fp32 parameter that stands in an optimizer's group for a 16-bit one.
 
-    parameter: Tensor
-    narrow: Tensor  # its own storage
-    gradient: Tensor  # its own gradient
-    wide: Tensor | None = None
+    The 16-bit parameter itself is not touched: giving it another dtype, even for a moment, would make torch forget the
+    node on which DistributedDataParallel hangs its hooks.
+    """
 
-    def give_back(self) -> None:
-        """Put storage, dtype and gradient back. May run twice: an interrupt can strike between any two lines."""
-        p = self.parameter
-        if p.dtype not in HALF_DTYPES:
-            self.wide = p.data
-            p.grad = None
-            p.data = self.narrow
-        p.grad = self.gradient
+    group: dict[str, Any]
+    place: int
+    narrow: Tensor
+    wide: torch.nn.Parameter
+
+    def enter(self, state: dict[Tensor, Any]) -> None:
+        if self.narrow in state:
+            state[self.wide] = state[self.narrow]  # the same dict: what the step changes is the parameter's own
+        self.group["params"][self.place] = self.wide
+
+    def leave(self, state: dict[Tensor, Any]) -> None:
+        """May run twice: an interrupt can strike between any two lines."""
+        self.group["params"][self.place] = self.narrow
+        if self.wide in state:
+            state[self.narrow] = state[self.wide]
+            del state[self.wide]
 
 
 @dataclass(eq=False)
@@ -65,7 +72,7 @@ class Widened:
         optimizer: the optimizer that is about to step.
 
     Set ``found_inf`` inside, once it is known; where it is 1.0 no weight is written. Whatever happens inside, the
-    parameters come back with their own storage, dtype and gradient, and with what the optimizer did to them.
+    optimizer gets its parameters back, with what it did to them; their gradients stay as they were, scaled.
 
     Raises:
         UnsupportedError: two 16-bit parameters overlap in memory: each would be widened by itself, and the last one
@@ -75,65 +82,62 @@ class Widened:
     optimizer: torch.optim.Optimizer
     found_inf: Tensor | None = None
     num_saturated: list[Tensor] = field(default_factory=list)  # 0-dim int64, one for each parameter
-    _taken: list[_Taken] = field(default_factory=list)
+    _stands: list[_Stand] = field(default_factory=list)
 
     def __enter__(self) -> Widened:
-        parameters = list(_half_parameters(self.optimizer))
-        _refuse_overlap(parameters)
-        narrowed_state: list[str] = []
+        halves = [
+            (group, place, p)
+            for group in self.optimizer.param_groups
+            for place, p in enumerate(group["params"])
+            if p.dtype in HALF_DTYPES and p.grad is not None
+        ]
+        _refuse_overlap([p for _, _, p in halves])
+        narrowed: set[str] = set()
         try:
-            for p in parameters:
-                assert p.grad is not None
-                gradient = _widened_gradient(p.grad)
-                self._taken.append(_Taken(p, p.data, p.grad))
-                p.grad = None
-                p.data = p.data.float()
-                p.grad = gradient
-                narrowed_state += _widen_state(self.optimizer, p)
+            for group, place, p in halves:
+                stand = _Stand(group, place, p, torch.nn.Parameter(p.detach().float()))
+                stand.wide.grad = _widened_gradient(p.grad)
+                self._stands.append(stand)
+                narrowed |= set(_widen_state(self.optimizer, p))
+                stand.enter(self.optimizer.state)
         except BaseException:
-            self._give_back()
+            self._leave()
             raise
-        if narrowed_state:
-            _warn_of_narrowed_state(self.optimizer, sorted(set(narrowed_state)))
+        if narrowed:
+            _warn_of_narrowed_state(self.optimizer, sorted(narrowed))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._give_back()
+        self._leave()
         if self.found_inf is not None and is_host(self.found_inf.device) and self.found_inf.item() != 0:
             return  # known without waiting: not even the version counter moves
         with torch.no_grad():
-            for taken in self._taken:
-                self._write_back(taken)
+            for stand in self._stands:
+                self._write_back(stand)
 
-    def _write_back(self, taken: _Taken) -> None:
-        wide, narrow = taken.wide, taken.narrow
-        assert wide is not None
+    def _write_back(self, stand: _Stand) -> None:
+        wide, narrow = stand.wide.detach(), stand.narrow
         rounded = saturating_cast(wide, narrow.dtype)
         saturated = wide.abs() > format_of(narrow.dtype).largest
         if self.found_inf is not None:
-            is_bad = self.found_inf.to(narrow.device, non_blocking=True) != 0
+            is_bad = moved(self.found_inf, narrow.device) != 0
             rounded, saturated = torch.where(is_bad, narrow, rounded), saturated & ~is_bad
         self.num_saturated.append(saturated.sum())
-        taken.parameter.copy_(rounded)  # through the parameter, so that autograd sees the write
+        narrow.copy_(rounded)
 
-    def _give_back(self) -> None:
+    def _leave(self) -> None:
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                for taken in self._taken:
-                    taken.give_back()
+                for stand in self._stands:
+                    stand.leave(self.optimizer.state)
                 break
-            except KeyboardInterrupt as error:  # finish first: half the parameters in fp32 is no state to stop in
+            except KeyboardInterrupt as error:  # finish first: half of the parameters replaced is no state to stop in
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-
-def _half_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if p.dtype in HALF_DTYPES and p.grad is not None)
 
 
 def _widened_gradient(gradient: Tensor) -> Tensor:

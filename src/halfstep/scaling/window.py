@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from halfstep._compat import HostCopy, is_host
+from halfstep._compat import HostCopy, is_host, moved
 from halfstep.errors import ArgumentError, HalfstepWarning, warn
 from halfstep.kernels.inspect import Inspection
 from halfstep.scaling import refusals
@@ -44,7 +44,7 @@ class StepRecord:
     def of(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
         """An empty record of the optimizer's parameters, in order."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if not parameters:
             raise ArgumentError(
                 asked=f"step() of {type(optimizer).__name__} (id {id(optimizer):#x})",
@@ -86,12 +86,17 @@ class StepRecord:
         return StepOutcome("skipped", order.culprit(self.parameters, faults, self.group_ends) if faults else None)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The optimizer's parameters, group after group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def any_found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
     """1.0 on ``device`` if any flag is set, else 0.0; None if there is no flag.
 
     Others may have made a count, a mean or a shape of [1] of a flag: whatever is not 0 is set.
     """
-    parts = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
+    parts = [moved(flag.reshape(()), device) for flag in flags]
     if not parts:
         return None
     together = parts[0] if len(parts) == 1 else torch.stack(parts).abs().amax()
@@ -185,6 +190,7 @@ class Books:
         """End the window; settle the one before, and this one as well where there is nothing to wait for."""
         earlier, self._pending = self._pending, PendingWindow(self.records(), old_scale, new_scale)
         self._records, self._window = weakref.WeakKeyDictionary(), []
+        self.order.finish()
         if earlier is not None:
             earlier.settle(self.log, self.order)
         if is_host(old_scale.device):
