@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from halfstep import _compat
-from halfstep.errors import ArgumentError, PrecisionWarning, UnsupportedError
+from halfstep.errors import ArgumentError, PrecisionWarning, UnsupportedError, warn
 from halfstep.formats import BF16, FP8_E4M3FN, FP8_E5M2, FP16, FP32, TF32, FloatFormat, dtype_of, format_of
 
 
@@ -172,10 +171,9 @@ def check_dtype(dtype: str | torch.dtype, hardware: Hardware) -> Choice:
     excuse = {"fp16": _arithmetic(hardware).no_fp16, "bf16": _arithmetic(hardware).no_bf16}.get(fmt.name)
     if excuse:
         advice = choose_dtype(hardware)
-        warnings.warn(
+        warn(
             f"{fmt.name} was chosen by name and is used, but {excuse}. By itself halfstep chooses {advice.reason}.",
             PrecisionWarning,
-            stacklevel=2,
         )
     found = f"but {excuse}" if excuse else f"{hardware.label} multiplies it natively"
     return Choice(dtype_of(fmt), needs_scaling=fmt is FP16, reason=f"{fmt.name}: chosen by name; {found}")

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from halfstep import __version__
-from halfstep.errors import ArgumentError, CallOrderError, PrecisionWarning, UnsupportedError
+from halfstep.errors import ArgumentError, CallOrderError, PrecisionWarning, UnsupportedError, warn
 from halfstep.formats import dtype_of, format_of
 from halfstep.hardware import Hardware, as_device, check_dtype, choose_dtype, count_devices, probe
 
@@ -154,7 +153,7 @@ class Policy:
             return text
         policy = _parse(text, hardware)
         if policy.param_dtype != torch.float32 and policy.master is Master.NONE:
-            warnings.warn(_no_masters_text(policy), PrecisionWarning, stacklevel=2)
+            warn(_no_masters_text(policy), PrecisionWarning)
         return policy
 
     def __str__(self) -> str:

@@ -22,12 +22,11 @@ whole, or that no run can reach, is refused whole. Weights and optimizer states 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.errors import ArgumentError, HalfstepWarning, StateError
+from halfstep.errors import ArgumentError, HalfstepWarning, StateError, warn
 from halfstep.scaling.read_peers import APEX_KEY, READERS, Reading, SourceFormat
 from halfstep.scaling.write_peers import WRITERS, TargetFormat
 
@@ -168,7 +167,7 @@ def _told(conversion: Conversion) -> dict[str, Any]:
     if conversion.notes:
         listed = "".join(f"\n  - {note}" for note in conversion.notes)
         text = f"A {conversion.source} scaler state was written as {conversion.target}; to know:{listed}"
-        warnings.warn(text, HalfstepWarning, stacklevel=3)
+        warn(text, HalfstepWarning)
     return conversion.state
 
 

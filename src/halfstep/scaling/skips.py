@@ -107,6 +107,8 @@ class SkipLog:
                 f"the scale fell from {self._scale_before_run:g} and that made no difference: the loss or the forward"
                 " pass itself is inf or NaN, and lowering the scale cannot help"
             )
+        if scale <= 1.0:
+            return "nothing is scaled up: the loss or the forward pass itself is inf or NaN"
         return "the scale does not move: it is too large for this model, or the loss or the forward pass is inf or NaN"
 
     def state_dict(self) -> dict[str, int]:
