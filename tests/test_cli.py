@@ -41,7 +41,11 @@ def test_probe_gives_the_choice_first_and_its_reason(says):
     code, out, _ = says("probe")
     assert code == 0
     assert out.startswith("train in")
-    assert " ".join(choose_dtype(halfstep.probe()).reason.split()[:6]) in " ".join(out.split())
+    dtype, reason = choose_dtype(halfstep.probe()).reason.split(": ", 1)
+    said = " ".join(out.split())
+    assert said.startswith(f"train in {dtype},")
+    assert "because " + " ".join(reason.split()[:6]) in said
+    assert said.count(" ".join(reason.split()[:6])) == 1, "said once, not again under notes"
 
 
 def test_formats_shows_both_small_numbers_of_fp16(says):

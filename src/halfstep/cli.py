@@ -122,7 +122,7 @@ def _facts_table(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
     memory = hardware["memory_bytes"]
     facts = {
         "train in": f"[bold]{choice['dtype']}[/], which {scaling}",
-        "because": choice["reason"],
+        "because": choice["reason"].removeprefix(f"{choice['dtype']}: "),
         "device": f"{hardware['name']} ({hardware['device_type']})",
         "capability": ".".join(map(str, hardware["capability"] or ())),
         "architecture": hardware["architecture"],
@@ -130,7 +130,7 @@ def _facts_table(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
         "native formats": ", ".join(hardware["native_formats"]),
         "matrix units": "yes" if hardware["tensor_cores"] else "no",
         "memory": f"{memory / 2**30:.1f} GiB" if memory else "",
-        "notes": "\n".join(hardware["notes"]),
+        "notes": "\n".join(note for note in hardware["notes"] if note not in choice["reason"]),
     }
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, text in facts.items():

@@ -18,15 +18,16 @@ def draw_scale(study: Study, task: Task, words: Words) -> Any:
     for name, run in runs.items():
         if any(scale != 1.0 for scale in run.scales):
             style = style_of(name)
-            axes.step(
-                range(len(run.scales)), run.scales, where="post", color=style.color, ls=style.dash, lw=style.width
-            )
-            ends.append((len(run.scales) - 1, run.scales[-1], name, style.color))
+            scales = (*run.scales, run.final_scale)  # the last update counts too, as in the table
+            axes.step(range(len(scales)), scales, where="post", color=style.color, ls=style.dash, lw=style.width)
+            ends.append((len(run.scales), run.final_scale, name, style.color))
             heights = [run.scales[step] for step in run.skipped]
             axes.plot(run.skipped, heights, "x", color=style.color, ms=13, mew=3.2, zorder=5)
     axes.set_yscale("log", base=2)
     axes.set_xlim(0, max(x for x, *_ in ends))
-    lowest, highest = (extreme(extreme(run.scales) for run in runs.values()) for extreme in (min, max))
+    lowest, highest = (
+        extreme(extreme(*run.scales, run.final_scale) for run in runs.values()) for extreme in (min, max)
+    )
     axes.set_ylim(lowest, 4 * highest)
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words("plot.scale"))
