@@ -237,13 +237,16 @@ class Policy:
         cast: T = _cast_floating(value, self.output_dtype)
         return cast
 
-    def require_runnable(self) -> None:
+    def require_runnable(self, *, are_weights_cast: bool = False) -> None:
         """Do nothing if this version can carry the policy out; else say what is missing.
+
+        Args:
+            are_weights_cast: whether the caller sees to it that the weights have ``param_dtype`` already.
 
         Raises:
             UnsupportedError: a part of the policy has no machinery yet.
         """
-        missing = _missing_machinery(self)
+        missing = _missing_machinery(self, are_weights_cast=are_weights_cast)
         if missing:
             nearest = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "fp16-mixed"
             raise UnsupportedError(
@@ -348,12 +351,12 @@ def _refuse_contradictions(policy: Policy) -> None:
             raise ArgumentError(asked=asked, true="an option that cannot take effect is refused", why=why, fix=fix)
 
 
-def _missing_machinery(policy: Policy) -> list[str]:
+def _missing_machinery(policy: Policy, *, are_weights_cast: bool) -> list[str]:
     """Parts of the policy that this version cannot carry out, each as "no ..."."""
     is_half = policy.param_dtype != torch.float32
     parts = [
         (policy.master is not Master.NONE, f"no {_spell(policy.master)} masters (halfstep.optim, MasterWeights)"),
-        (is_half and policy.master is Master.NONE, "no casting of a model to 16-bit weights"),
+        (is_half and policy.master is Master.NONE and not are_weights_cast, "no casting of a model to 16-bit weights"),
         (policy.moments is not Moments.FP32, f"no {_spell(policy.moments)} moments (halfstep.optim)"),
         (policy.grad_dtype is not None, "no fp32 accumulation for 16-bit gradients (halfstep.Stepper)"),
         (policy.buffer_dtype is not None, "no casting of buffers"),

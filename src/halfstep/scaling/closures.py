@@ -29,6 +29,39 @@ def split_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closur
     return None, args
 
 
+def step_or_restore(
+    optimizer: torch.optim.Optimizer,
+    evaluate: Closure,
+    is_bad: Callable[[], bool],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``optimizer.step(evaluate)``, undone whole if an evaluation was bad or raised.
+
+    Args:
+        optimizer: its parameters and state are copied first.
+        evaluate: leaves true gradients and returns the loss; raises :class:`BadEvaluation` if one is inf or NaN.
+        is_bad: whether the last evaluation was bad, for an optimizer that swallows every exception.
+        args: passed to ``optimizer.step`` behind the closure.
+        kwargs: passed to ``optimizer.step``.
+
+    Returns:
+        What ``optimizer.step`` returned; None if it was undone.
+    """
+    before = Snapshot(optimizer)
+    try:
+        result = optimizer.step(evaluate, *args, **(kwargs or {}))
+    except BadEvaluation:
+        result = None
+    except BaseException:  # an exception of the user's own: no half of a step either
+        before.restore()
+        raise
+    if is_bad():
+        before.restore()
+        return None
+    return result
+
+
 class Snapshot:
     """Copies of an optimizer's parameters and state, to go back to. Costs their bytes once more while it lives."""
 

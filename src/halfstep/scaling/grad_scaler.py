@@ -28,7 +28,7 @@ from torch import Tensor
 from halfstep._compat import OptState, moved, refresh_per_optimizer_state
 from halfstep.errors import warn
 from halfstep.kernels.inspect import Inspection, inspect
-from halfstep.scaling import closures, fused_sgd, refusals
+from halfstep.scaling import closures, refusals
 from halfstep.scaling.agree import agreed
 from halfstep.scaling.checks import checked_count, checked_scale
 from halfstep.scaling.culprit import Culprit, ParameterOrder
@@ -36,6 +36,7 @@ from halfstep.scaling.loss import LossSeen, check_loss
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale
 from halfstep.scaling.settings import scale_from, widened_bounds
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome, valid_counts
+from halfstep.scaling.take_step import divides_in_kernel, step_in_kernel
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, safe_divisor, safe_factor
 from halfstep.scaling.widen import HALF_DTYPES, Widened, needs_widening
@@ -286,7 +287,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if divides_in_kernel(optimizer):
             if _wants_grad_scaler(type(optimizer).step):
                 warn(
                     f"{type(optimizer).__name__}.step() takes grad_scaler, which torch is going to stop passing; it"
@@ -314,20 +315,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         found, found_inf = self._books.record(optimizer).found, self._decide(optimizer, state)
         if found_inf is None:  # gradients, but not one element in them
             return optimizer.step(*args, **kwargs)
-        if fused_sgd.is_special(optimizer) and found_inf.item() != 0:
-            return None
-        users = getattr(optimizer, "grad_scale", None)
-        if is_unscaled:
-            divisor = users
-        else:
+        divisor = None
+        if not is_unscaled:
             divisor = scale if found is None else safe_divisor(found, scale)
-            divisor = divisor if users is None else divisor * users
-        fused_sgd.seed_momentum(optimizer, divisor)
-        try:
-            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return step_in_kernel(optimizer, divisor, found_inf, args, kwargs)
 
     def _step_with_closure(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: closures.Closure, args: Any, kwargs: Any
@@ -335,7 +326,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         record = self._books.record(optimizer)
         if any(p.dtype in HALF_DTYPES for p in record.parameters):
             raise refusals.closure_with_16_bit(optimizer)
-        before = closures.Snapshot(optimizer)
 
         def evaluate() -> Any:
             state["stage"], self._is_evaluating = OptState.READY, True
@@ -347,22 +337,15 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             self._decide(optimizer, state)
-            if record.outcome(self._books.order).kind == "skipped":
+            if is_bad():
                 raise closures.BadEvaluation
             is_scaled = any(loss is scaled for scaled in scaled_losses)
             return loss.detach() / self._rule.value(loss.device) if is_scaled else loss
 
-        try:
-            result = optimizer.step(evaluate, *args, **kwargs)
-        except closures.BadEvaluation:
-            result = None
-        except BaseException:  # an exception of the user's own: no half of a step either
-            before.restore()
-            raise
-        if record.found_inf is not None and record.outcome(self._books.order).kind == "skipped":
-            before.restore()
-            return None
-        return result
+        def is_bad() -> bool:
+            return record.found_inf is not None and record.outcome(self._books.order).kind == "skipped"
+
+        return closures.step_or_restore(optimizer, evaluate, is_bad, args, kwargs)
 
     # -- the next window ------------------------------------------------------------------------------------------
 

@@ -40,9 +40,10 @@ class SkipLog:
     Args:
         on_repeat: ``"warn"``, ``"raise"``, ``"ignore"``, or a callable ``(culprit, step)``.
         repeat_after: number of skipped windows in a row that makes a repeat.
+        warns: whether the first skip, and one at each power of ten, is worth a warning.
     """
 
-    def __init__(self, on_repeat: OnRepeat = "warn", repeat_after: int = REPEAT_AFTER) -> None:
+    def __init__(self, on_repeat: OnRepeat = "warn", repeat_after: int = REPEAT_AFTER, *, warns: bool = True) -> None:
         if not callable(on_repeat) and on_repeat not in ("warn", "raise", "ignore"):
             raise ArgumentError(
                 asked=f"on_repeat={on_repeat!r}",
@@ -52,6 +53,7 @@ class SkipLog:
             )
         self.on_repeat = on_repeat
         self.repeat_after = repeat_after
+        self.warns = warns
         self.steps = 0
         self.skipped_steps = 0
         self.skips_in_a_row = 0
@@ -76,7 +78,7 @@ class SkipLog:
         repeats = self.skips_in_a_row == self.repeat_after
         if repeats and self.on_repeat != "ignore":
             self._repeat(skipped[0].culprit, old_scale)
-        elif _passed_power_of_ten(before, self.skipped_steps):
+        elif self.warns and _passed_power_of_ten(before, self.skipped_steps):
             warn(self._text(skipped[0].culprit, old_scale, new_scale), SkippedStepWarning)
 
     def _text(self, culprit: Culprit | None, old_scale: float, new_scale: float) -> str:

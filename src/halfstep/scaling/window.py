@@ -103,6 +103,27 @@ def any_found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor | Non
     return together.ne(0.0).float()
 
 
+class IdleSteps:
+    """Counts an optimizer's steps without any gradient, and mentions it once."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def stepped(self, optimizer: torch.optim.Optimizer, record: StepRecord, order: ParameterOrder) -> None:
+        """The optimizer was stepped; ``record.found_inf`` is None if it had no gradient."""
+        if record.found_inf is not None:
+            self._counts.pop(optimizer, None)
+            return
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if count == NO_GRADIENT_STEPS:
+            names = order.names_of(record.parameters[:3], record.group_ends)
+            warn(
+                f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
+                f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
+                HalfstepWarning,
+            )
+
+
 class PendingWindow:
     """A closed window whose numbers are on their way to the host."""
 
@@ -130,7 +151,7 @@ class Books:
         self._window: list[StepRecord] = []
         self._records: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[object, StepRecord] = weakref.WeakKeyDictionary()
-        self._idle: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._idle = IdleSteps()
         self._pending: PendingWindow | None = None
 
     def record(self, optimizer: torch.optim.Optimizer) -> StepRecord:
@@ -174,17 +195,7 @@ class Books:
         """The optimizer's step has returned."""
         record.is_stepped = True
         self._last[optimizer] = record
-        if record.found_inf is not None:
-            self._idle.pop(optimizer, None)
-            return
-        count = self._idle[optimizer] = self._idle.get(optimizer, 0) + 1
-        if count == NO_GRADIENT_STEPS:
-            names = self.order.names_of(record.parameters[:3], record.group_ends)
-            warn(
-                f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
-                f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
-                HalfstepWarning,
-            )
+        self._idle.stepped(optimizer, record, self.order)
 
     def close(self, old_scale: Tensor, new_scale: Tensor) -> None:
         """End the window; settle the one before, and this one as well where there is nothing to wait for."""
