@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from halfstep.scaling.scale import DynamicScale as DynamicScale
     from halfstep.scaling.scale import NoScale as NoScale
     from halfstep.scaling.scale import StaticScale as StaticScale
+    from halfstep.training.ema import EMA as EMA
+    from halfstep.training.stepper import Stepper as Stepper
 
 # Public name -> module that defines it. Loaded on first use, so that `import halfstep` costs next to nothing.
 _PUBLIC = {
     "AdaptiveScale": "halfstep.scaling.adaptive",
     "DynamicScale": "halfstep.scaling.scale",
+    "EMA": "halfstep.training.ema",
     "FloatFormat": "halfstep.formats",
     "GradScaler": "halfstep.scaling.grad_scaler",
     "HalfstepError": "halfstep.errors",
     "NoScale": "halfstep.scaling.scale",
     "Policy": "halfstep.policy",
     "StaticScale": "halfstep.scaling.scale",
+    "Stepper": "halfstep.training.stepper",
     "choose_dtype": "halfstep.hardware",
     "emulate": "halfstep.emulation",
     "probe": "halfstep.hardware",

@@ -1,0 +1,109 @@
+"""A window: the micro-batches between two optimizer steps, and the mean that their gradients amount to.
+
+Each micro-batch brings the gradient of its own mean loss, ``g_i``, and a weight ``w_i`` (1, or a number of tokens). The
+step is taken with ``sum(w_i * g_i) / sum(w_i)``, whatever the number of micro-batches turns out to be: a short last
+window needs no special treatment. Losses are multiplied by ``w_i / w_1`` on the way in, so that the scale keeps its
+meaning when weights are counts of thousands, and the sum is divided by ``sum(w_i) / w_1`` together with the scale. A
+window keeps the scale it began with: who else moves that scale meanwhile does not matter.
+
+Not here: 16-bit gradients are summed by autograd in their own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._compat import is_host
+from halfstep.scaling.unscale import Number
+from halfstep.training import refusals
+
+
+@dataclass(eq=False)
+class Window:
+    """The micro-batches since the last step.
+
+    Args:
+        size: number of micro-batches that make it full; None: it ends when it is flushed.
+    """
+
+    size: int | None
+    num_micro_batches: int = 0
+    scale: Number = 1.0  # of the losses of this window; known once the first one is scaled
+    is_unscaled: bool = False
+    first_pass_found_inf: Number | None = None  # of an earlier pass over the same window (SAM)
+    _first_weight: Number = 1.0
+    _weight: Number = 0.0  # sum of w_i / w_1
+    _is_weight_bad: Tensor | None = None
+    _seen: list[tuple[int, int] | None] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some gradient of this window would be lost if the run ended here."""
+        return self.num_micro_batches > 0 or self.first_pass_found_inf is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to step."""
+        return self.size is not None and self.num_micro_batches >= self.size
+
+    @property
+    def divisor(self) -> Number:
+        """What the summed gradients are divided by to become the weighted mean: scale times sum of weights."""
+        return self.scale * self._weight
+
+    def share(self, weight: Number) -> Number:
+        """``weight`` in units of the window's first one."""
+        if self.num_micro_batches > 0:
+            return weight / self._first_weight
+        return weight / weight if isinstance(weight, Tensor) else 1.0
+
+    def add(self, weight: Number) -> None:
+        """A micro-batch of this weight has gone through backward."""
+        share = self.share(weight)
+        if self.num_micro_batches == 0:
+            self._first_weight = weight
+        if isinstance(weight, Tensor):  # only the device knows it: a bad one must not reach the weights either
+            is_bad = ~((weight > 0) & torch.isfinite(weight))
+            self._is_weight_bad = is_bad if self._is_weight_bad is None else self._is_weight_bad | is_bad
+        self.num_micro_batches += 1
+        self._weight = self._weight + share
+
+    def flags(self) -> list[Number]:
+        """Reasons not to step beside the gradients: an earlier pass, and weights that no host could check."""
+        weight_flag = None if self._is_weight_bad is None else self._is_weight_bad.float()
+        return [flag for flag in (self.first_pass_found_inf, weight_flag) if flag is not None]
+
+    # -- whether anybody else touched the gradients ---------------------------------------------------------------
+
+    def saw(self, parameters: Sequence[Tensor]) -> None:
+        """Remember the gradients as backward left them."""
+        self._seen = [_mark(p.grad) for p in parameters]
+
+    def changed(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Positions of the parameters whose gradients are not as backward left them."""
+        return [i for i, (p, seen) in enumerate(zip(parameters, self._seen, strict=True)) if _mark(p.grad) != seen]
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def checked_weight(weight: Any) -> Number:
+    """The weight of a micro-batch, as a number wherever that needs no waiting; None is 1."""
+    if weight is None:
+        return 1.0
+    is_tensor = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
+    if isinstance(weight, bool) or not (is_tensor or isinstance(weight, (int, float))):
+        raise refusals.bad_weight(weight)
+    if isinstance(weight, Tensor) and not is_host(weight.device):
+        return weight.detach().reshape(()).float()
+    number = float(weight)
+    if not 0.0 < number < math.inf:
+        raise refusals.bad_weight(weight)
+    return number

@@ -1,0 +1,75 @@
+"""What follows from one look at a window's gradients: may the step be taken, and what is divided by.
+
+Method: :func:`~halfstep.scaling.unscale.clipping_divisor`, in Python numbers where the host is the device, in 0-dim
+tensors elsewhere; nothing is read on the host there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.inspect import Inspection
+from halfstep.scaling.unscale import Number, clipping_divisor
+from halfstep.scaling.window import any_found_inf
+from halfstep.training.accumulate import Window
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What follows from looking at a window's gradients; floats where the host is the device, else 0-dim tensors.
+
+    Args:
+        found_inf: 1.0 if the step must not be taken, else 0.0.
+        plain: what makes the true gradient of the scaled one: scale times sum of weights.
+        norm: L2 norm of the scaled gradient.
+        divisor: what the step divides by: ``plain``, or more, to clip.
+    """
+
+    found_inf: Number
+    plain: Number
+    norm: Number
+    divisor: Number
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows all this without waiting."""
+        return isinstance(self.found_inf, float)
+
+    @property
+    def divisor_tensor(self) -> Tensor | None:
+        """The divisor as optimizers take it, 0-dim fp32; None where it is known to be 1."""
+        if isinstance(self.divisor, Tensor):
+            return self.divisor.float()
+        return None if self.divisor == 1.0 else torch.tensor(self.divisor, dtype=torch.float32, device="cpu")
+
+    @property
+    def found_inf_tensor(self) -> Tensor | None:
+        """The flag as optimizers take it; None where it is known that the step may be taken."""
+        return self.found_inf if isinstance(self.found_inf, Tensor) else None
+
+    @property
+    def forbids_step(self) -> bool:
+        """Whether the host knows already that the step must not be taken."""
+        return isinstance(self.found_inf, float) and self.found_inf != 0
+
+
+def judge(window: Window, found: Inspection, clip_norm: float | None) -> Judgement:
+    """Judge a window by what inspection found in its summed gradients (norms asked for)."""
+    plain: Number = 1.0 if window.is_unscaled else window.divisor
+    home = window.scale.device if isinstance(window.scale, Tensor) else torch.device("cpu")
+    norm: Number = found.total_norm(home)
+    has_fp64 = any(map(any, found.are_fp64.values()))
+    below_fp64: Number = found.total_norm(home, below_fp64=True) if has_fp64 else norm
+    if isinstance(window.scale, float):
+        norm, below_fp64, plain = float(norm), float(below_fp64), float(plain)
+        flags = [*found.found_inf.values(), *window.flags()]
+        found_inf: Number = float(any(float(flag) != 0 for flag in flags))
+    else:
+        plain = plain if isinstance(plain, Tensor) else torch.full((), plain, device=home)
+        others = [torch.as_tensor(flag, device=home) for flag in window.flags()]
+        flag = any_found_inf([*found.found_inf.values(), *others], home)
+        found_inf = torch.zeros((), device=home) if flag is None else flag
+    return Judgement(found_inf, plain, norm, clipping_divisor(plain, norm, below_fp64, clip_norm))

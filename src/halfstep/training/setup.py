@@ -1,0 +1,186 @@
+"""What a Stepper is built from, checked before it changes anything."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionWarning, warn
+from halfstep.formats import format_of
+from halfstep.hardware import probe
+from halfstep.policy import Policy, Scaling
+from halfstep.scaling.adaptive import AdaptiveScale
+from halfstep.scaling.checks import checked_count
+from halfstep.scaling.refusals import not_a_scale
+from halfstep.scaling.scale import DynamicScale, NoScale, Scale
+from halfstep.scaling.widen import HALF_DTYPES
+from halfstep.scaling.window import parameters_of
+from halfstep.training import refusals
+from halfstep.training.ema import EMA
+
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
+
+def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
+    """One optimizer or several, as a tuple: their parameters are the model's, none twice."""
+    if not isinstance(model, nn.Module):
+        raise refusals.no_module(model)
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+        raise refusals.no_optimizer(optimizer)
+    own, seen = {id(p) for p in model.parameters()}, set[int]()
+    for one in optimizers:
+        parameters = {id(p) for p in parameters_of(one)}
+        if any(hasattr(p, "device_mesh") for p in parameters_of(one)):
+            raise refusals.distributed_clipping()
+        if parameters - own:
+            raise refusals.foreign_parameters(one, len(parameters - own), len(parameters))
+        if parameters & seen:
+            raise refusals.same_parameter_twice(one, len(parameters & seen))
+        seen |= parameters
+        if needs_closure(one):
+            _check_closure_optimizer(one, len(optimizers))
+    return optimizers
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step evaluates the loss itself, as LBFGS does."""
+    # The class's own step: schedulers and profilers wrap the bound one, keeping no signature.
+    closure = python_inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is python_inspect.Parameter.empty
+
+
+def _check_closure_optimizer(optimizer: torch.optim.Optimizer, num_optimizers: int) -> None:
+    if num_optimizers > 1:
+        why = "every evaluation moves its own parameters only, and the others would see half of it"
+        raise refusals.closure_optimizer_with(optimizer, "another optimizer", why)
+    if any(p.dtype in HALF_DTYPES for p in parameters_of(optimizer)):
+        why = "16-bit weights are widened to fp32 while their optimizer steps, and the closure would run with those"
+        raise refusals.closure_optimizer_with(optimizer, "16-bit weights", why)
+
+
+def checked_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
+    """None, one or several schedulers, as a tuple: steppable without arguments, of these optimizers."""
+    schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,) * (scheduler is not None)
+    for one in schedulers:
+        is_plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if is_plateau or not callable(getattr(one, "step", None)):
+            raise refusals.no_scheduler(one)
+        owner = getattr(one, "optimizer", None)
+        if owner is not None and not any(owner is optimizer for optimizer in optimizers):
+            raise refusals.foreign_scheduler(one)
+    return schedulers
+
+
+def checked_size(accumulate: Any) -> int | None:
+    """Micro-batches of a window; None: it ends when it is flushed."""
+    return None if accumulate is None else checked_count(accumulate, "accumulate")
+
+
+def checked_clip_norm(clip_norm: Any, optimizers: Optimizers) -> float | None:
+    """The largest norm of the true gradient, or None."""
+    if clip_norm is None:
+        return None
+    is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if not is_number or not math.isfinite(clip_norm) or clip_norm <= 0:
+        raise refusals.bad_clip_norm(clip_norm)
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            why = "a line search compares losses along the true gradient"
+            raise refusals.closure_optimizer_with(optimizer, "clip_norm", why)
+    return float(clip_norm)
+
+
+def checked_ema(ema: Any) -> EMA | None:
+    """An EMA or None."""
+    if ema is not None and not isinstance(ema, EMA):
+        raise refusals.no_ema(ema)
+    return ema
+
+
+def checked_on_overflow(on_overflow: Any) -> tuple[bool, Callable[[Any], object] | None]:
+    """Whether skips are warned about, and who is told of each."""
+    if callable(on_overflow):
+        return False, on_overflow
+    if on_overflow not in ("warn", "ignore"):
+        raise refusals.bad_on_overflow(on_overflow)
+    return on_overflow == "warn", None
+
+
+def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Policy:
+    """The policy, if a stepper can carry it out with these weights."""
+    device_type = parameters_of(optimizers[0])[0].device.type
+    # On the CPU 16-bit arithmetic is for trying things out: a policy chosen by name needs no warning that it is slow.
+    asks_hardware = policy == "auto" or device_type != "cpu"
+    parsed = Policy.parse(policy, hardware=probe(device_type) if asks_hardware else None)
+    weights_fit = parsed.param_dtype in HALF_DTYPES
+    parsed.require_runnable(are_weights_cast=weights_fit)
+    if parsed.output_dtype is not None:
+        fix = "leave it out, and call policy.cast_output(model(x)) in the block of forward()"
+        raise refusals.policy_option("output_dtype", str(parsed.output_dtype), fix)
+    if not parsed.cast_forward_inputs:
+        fix = "leave it out: a stepper casts no inputs anyway"
+        raise refusals.policy_option("cast_forward_inputs", "False", fix)
+    names = {id(p): name for name, p in model.named_parameters()}
+    halves = [(names[id(p)], p.dtype) for o in optimizers for p in parameters_of(o) if p.dtype in HALF_DTYPES]
+    if weights_fit:
+        _require_cast(parsed, optimizers, names)
+    elif halves:
+        _warn_of_half_weights(halves)
+    return parsed
+
+
+def _require_cast(policy: Policy, optimizers: Optimizers, names: dict[int, str]) -> None:
+    for parameter in (p for optimizer in optimizers for p in parameters_of(optimizer)):
+        if parameter.is_floating_point() and parameter.dtype != policy.param_dtype:
+            name = names[id(parameter)]
+            raise refusals.weights_of_another_dtype(policy, policy.param_dtype, name, parameter.dtype)
+
+
+def _warn_of_half_weights(halves: list[tuple[str, torch.dtype]]) -> None:
+    name, dtype = halves[0]
+    fmt = format_of(dtype)
+    warn(
+        f"{len(halves)} of the parameters are 16-bit, the first one {name} in {fmt}, and nothing keeps their full"
+        f" value: an update smaller than {fmt.epsilon / 4:.2g} to {fmt.epsilon / 2:.2g} of its weight rounds to"
+        " nothing. Keep fp32 weights under a mixed policy unless you mean it.",
+        PrecisionWarning,
+    )
+
+
+def scale_for(policy: Policy, given: Any) -> Scale:
+    """The scale that was passed, else the one that the policy asks for."""
+    if given is not None and not isinstance(given, Scale):
+        raise not_a_scale(given)
+    scale = given if isinstance(given, Scale) else _scale_of(policy)
+    if policy.compute_dtype == torch.float16 and isinstance(scale, NoScale):
+        warn(
+            f"{policy} without loss scaling: gradients below 3e-8 become zero in fp16, and nobody is told. Leave scale"
+            " out for a dynamic one, or use bf16.",
+            PrecisionWarning,
+        )
+    return scale
+
+
+def _scale_of(policy: Policy) -> Scale:
+    if policy.scaling is Scaling.STATIC:
+        raise refusals.policy_option("scaling", "static", "pass scale=halfstep.StaticScale(1024), or another number")
+    if policy.scaling is Scaling.ADAPTIVE:
+        return AdaptiveScale()
+    return DynamicScale() if policy.scaling is Scaling.DYNAMIC else NoScale()
+
+
+def flat(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[int]]:
+    """All parameters in order, and where each group ends."""
+    parameters: list[torch.Tensor] = []
+    ends: list[int] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+            ends.append(len(parameters))
+    return parameters, ends

@@ -1,0 +1,635 @@
+"""One window in the right order: forward, backward, accumulate, inspect, clip, step, scale, settle.
+
+``Stepper`` goes around the user's own loop. What happens when the window is full:
+
+    inspect     one read of the gradients: are they finite, what is their norm
+    step        every gradient divided once, by max(scale * weight, norm / clip_norm), inside the optimizer's kernel
+                where it has one; nothing is written where a gradient is inf or NaN
+    put back    buffers that the forward passes of a skipped window changed; the EMA moves with applied steps only
+    scale       the next window's, on the device
+    settle      counts, warnings, scheduler: on the CPU now, elsewhere just before the next step is enqueued
+
+Nothing of the present window is read on the host, as long as the optimizer skips in its own kernel (torch's fused
+ones). Any other optimizer has to be told, at the price of one wait a step.
+
+A stepper is one window and takes one decision, for all its optimizers. Models that alternate (a GAN) have a stepper
+each; these may share a scale, since each window remembers the scale it began with.
+
+Not here: casting weights, the loop, the data, reduction across ranks (DistributedDataParallel reduces in backward).
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._compat import HostCopy, has_float64, is_host, moved
+from halfstep.errors import HalfstepWarning, warn
+from halfstep.kernels.inspect import Inspection, inspect
+from halfstep.policy import Policy
+from halfstep.scaling import closures
+from halfstep.scaling.checks import checked_count
+from halfstep.scaling.culprit import Culprit, ParameterOrder
+from halfstep.scaling.loss import check_loss
+from halfstep.scaling.refusals import fp16_gradients
+from halfstep.scaling.scale import BoundedScale, NoScale, Scale
+from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog
+from halfstep.scaling.take_step import take_step
+from halfstep.scaling.unscale import Number, divide_
+from halfstep.training import gradients, refusals, retry, setup, state
+from halfstep.training.accumulate import Window, checked_weight
+from halfstep.training.ema import EMA
+from halfstep.training.guards import BufferGuard
+from halfstep.training.judge import Judgement, judge
+from halfstep.training.outcome import Facts, Outcome
+from halfstep.training.settle import Numbers, Settler, StepRecord
+
+OnOverflow = Literal["warn", "ignore"] | Callable[[Outcome], object]
+
+_alive: weakref.WeakSet[Stepper] = weakref.WeakSet()
+
+
+class Stepper:
+    """Forward, backward and step in the right order, with any torch optimizer, around your own loop.
+
+    Args:
+        model: the module whose buffers are guarded; holds every parameter of the optimizers.
+        optimizer: a torch optimizer, or a list of them that step together, with one norm and one decision.
+        policy: a :class:`~halfstep.Policy` or its name; ``"auto"`` asks the hardware, and never changes weights.
+        clip_norm: largest L2 norm of the true gradient of a step; None clips nothing.
+        accumulate: micro-batches of one step; None: a window ends when ``flush()`` is called.
+        scheduler: a torch scheduler of one of the optimizers, or a list of them, stepped after each applied step.
+        ema: a :class:`~halfstep.EMA`, updated after each applied step.
+        scale: a :class:`~halfstep.DynamicScale`, :class:`~halfstep.StaticScale`, :class:`~halfstep.AdaptiveScale` or
+            :class:`~halfstep.NoScale`; by default what the policy asks for. Several steppers may share one.
+        on_overflow: ``"warn"`` (at the first skipped step, then at each power of ten), ``"ignore"``, or a callable that
+            takes the outcome of each skipped step.
+        on_repeat: what happens after ``repeat_after`` skipped steps in a row, when the loss or forward pass itself
+            must be at fault: ``"warn"``, ``"raise"``, ``"ignore"``, or a callable ``(culprit, step)``.
+        repeat_after: number of skipped steps in a row that makes a repeat.
+
+    Raises:
+        ArgumentError: parameters, scheduler, weights' dtype or a number do not fit.
+        UnsupportedError: this version or machine cannot carry the policy out.
+
+    Warns:
+        PrecisionWarning: 16-bit weights that nothing keeps in full, or fp16 without scaling.
+
+    Source: Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        >>> stepper = Stepper(model, optimizer, policy="fp32", clip_norm=1.0, accumulate=2)
+        >>> for _ in range(2):
+        ...     with stepper.forward():
+        ...         loss = model(torch.ones(3, 4)).square().mean()
+        ...     stepper.backward(loss)
+        ...     outcome = stepper.step()
+        >>> outcome.kind, outcome.num_micro_batches
+        ('applied', 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        policy: str | torch.dtype | Policy = "auto",
+        clip_norm: float | None = None,
+        accumulate: int | None = 1,
+        scheduler: Any = None,
+        ema: EMA | None = None,
+        scale: Scale | None = None,
+        on_overflow: OnOverflow = "warn",
+        on_repeat: OnRepeat = "warn",
+        repeat_after: int = REPEAT_AFTER,
+    ) -> None:
+        self.optimizers = setup.checked_optimizers(model, optimizer)
+        self.model = model
+        self.policy = setup.checked_policy(policy, self.optimizers, model)
+        self.clip_norm = setup.checked_clip_norm(clip_norm, self.optimizers)
+        self.ema = setup.checked_ema(ema)
+        self.scale = setup.scale_for(self.policy, scale)
+        self._accumulate = setup.checked_size(accumulate)
+        warns, on_skip = setup.checked_on_overflow(on_overflow)
+        log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
+        schedulers = setup.checked_schedulers(scheduler, self.optimizers)
+        self._settler = Settler(log, ParameterOrder(model), schedulers, on_skip)
+        self._guard = BufferGuard(model)
+        self._saturated = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._needs_closure = setup.needs_closure(self.optimizers[0])
+        self._forward_depth = 0
+        self._is_perturbed = self._has_mentioned_window = self._is_guarding = False
+        self._begin_window()
+        if not _alive:
+            atexit.register(_mention_lost_windows)
+        _alive.add(self)
+
+    # -- one micro-batch ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surrounds the forward pass and the loss of a micro-batch: autocast, and buffers are remembered.
+
+        Several blocks may lead to one ``backward``. Under ``torch.no_grad()`` it is autocast alone, for evaluation.
+
+        Raises:
+            UnsupportedError: the machine does not have the device that the weights are on.
+        """
+        if not torch.is_grad_enabled():
+            self._mention_open_window()
+            with self._autocast():
+                yield
+            return
+        if not self._is_guarding:
+            self._guard.remember()
+            self._is_guarding = True
+        self._forward_depth += 1
+        try:
+            with self._autocast():
+                yield
+        finally:
+            self._forward_depth -= 1
+        self._is_forward_done = True
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, inputs: Any = None) -> None:
+        """Add a micro-batch's gradient to the window.
+
+        Args:
+            loss: the mean loss of the micro-batch, one element, as the ``forward()`` block left it, not scaled.
+            weight: what the micro-batch counts in the window's mean: a number above 0, such as its number of tokens;
+                None is 1. A tensor of one element on an accelerator is checked there, and a bad one skips the step.
+            inputs: tensors that alone are to receive gradients; None: every parameter behind the loss.
+
+        Raises:
+            CallOrderError: no ``forward()`` before, inside ``forward()``, the window is full or unscaled.
+            ArgumentError: the loss is not one number with a graph, or the weight cannot be one.
+
+        If backward itself raises (out of memory, for one), the window is given up: its gradients are dropped, its
+        buffers put back.
+        """
+        self._check_backward(loss)
+        weight = checked_weight(weight)
+        window = self._window
+        if window.num_micro_batches == 0:
+            self._open_window(loss.device)
+        self._settler.order.learn(loss)
+        try:
+            torch.autograd.backward(gradients.scaled(loss, window.share(weight) * window.scale), inputs=inputs)
+        except BaseException:
+            self._give_up_window()
+            raise
+        window.add(weight)
+        window.saw(self._parameters)
+        self._is_forward_done = False
+        self._awaits_step = True
+
+    def step(self) -> Outcome:
+        """End the micro-batch, and the window when it is full: clip, step, choose the next scale, drop the gradients.
+
+        Returns:
+            What happened; it waits for nothing until it is asked.
+
+        Raises:
+            CallOrderError: no ``backward()`` since the last step, or somebody wrote into scaled gradients.
+            NonFiniteError: with ``on_repeat="raise"``, after ``repeat_after`` skipped steps in a row.
+        """
+        self._check_step("step")
+        if not self._awaits_step:
+            raise refusals.nothing_to_step("step", self._window.num_micro_batches, self._accumulate)
+        if self._window.is_full:
+            return self._close_window()
+        self._awaits_step = False
+        return self._accumulating()
+
+    def flush(self) -> Outcome | None:
+        """Step with what the window holds, by its true mean; settle. To be called at the end of each epoch.
+
+        Returns:
+            What happened; None if the window was empty.
+        """
+        self._check_step("flush")
+        outcome = self._close_window() if self._window.num_micro_batches > 0 else None
+        if outcome is None and self._window.is_open:
+            raise refusals.nothing_to_step("flush", 0, self._accumulate)
+        self._settler.settle()
+        return outcome
+
+    def run(self, closure: Callable[..., Any], *args: Any, retries: int = 0) -> Outcome:
+        """Forward, backward and step of one micro-batch; after an overflow run the window again with the lower scale.
+
+        Args:
+            closure: returns the loss, or ``(loss, weight)``. It is called with ``args`` inside ``forward()``.
+            args: passed to it. With ``accumulate`` above 1 and retries, the batch has to travel this way.
+            retries: how often a skipped window may be run again, from the same random state. Each time waits for the
+                device. A loss that is not finite itself is not run again: no scale changes it. Every attempt that was
+                skipped counts in ``skipped_steps``.
+
+        Returns:
+            The outcome of the last attempt.
+
+        Raises:
+            ArgumentError: the closure returns no loss, or sees later batches when it is run again.
+            CallOrderError: earlier micro-batches of the window cannot be run again.
+        """
+        if self._needs_closure:
+            return self._run_with_closure(closure, args)
+        if not retry.checked_retries(retries):
+            return self._run_once(retry.MicroBatch(closure, args))
+        micro_batch = retry.MicroBatch(closure, args)
+        if self._accumulate != 1 and not micro_batch.is_bound():
+            raise refusals.closure_sees_later_batch(self._accumulate)
+        if len(self._replay) != self._window.num_micro_batches:
+            raise refusals.retries_in_part_of_window()
+        micro_batch.remember_random_state(self._device)
+        self._replay.append(micro_batch)
+        replay = self._replay
+        return self._retried(replay, self._run_once(micro_batch), retries)
+
+    def _run_once(self, micro_batch: retry.MicroBatch) -> Outcome:
+        with self.forward():
+            result = micro_batch.closure(*micro_batch.args)
+        loss, weight = retry.loss_and_weight(result)
+        micro_batch.loss = loss.detach()
+        self.backward(loss, weight)
+        return self.step()
+
+    def _retried(self, replay: list[retry.MicroBatch], outcome: Outcome, retries: int) -> Outcome:
+        if self._window.num_micro_batches > 0:  # the window is not full yet
+            return outcome
+        scales = []
+        while outcome.is_skipped:
+            scales.append(outcome.scale)
+            if len(scales) > retries or not self._can_lower_scale() or not retry.are_finite(replay):
+                if self._settler.log.warns:
+                    retry.report_lost(replay, scales, outcome.culprit)
+                break
+            for micro_batch in replay:
+                micro_batch.restore_random_state()
+                outcome = self._run_once(micro_batch)
+        return outcome
+
+    def _can_lower_scale(self) -> bool:
+        return isinstance(self.scale, BoundedScale) and self.scale.get() > self.scale.min_scale
+
+    # -- the window -----------------------------------------------------------------------------------------------
+
+    def _begin_window(self) -> None:
+        self._window = Window(self._accumulate)
+        self._replay: list[retry.MicroBatch] = []
+        self._is_guarding = self._is_forward_done = self._awaits_step = False
+
+    def _open_window(self, device: torch.device) -> None:
+        """The first loss of a window is here: note the scale, drop gradients that others left."""
+        self._parameters, self._group_ends = setup.flat(self.optimizers)
+        value = self.scale.value(device)
+        self._window.scale = self.scale.get() if is_host(device) else value.clone()
+        gradients.drop(self._parameters)
+
+    def _give_up_window(self) -> None:
+        self._guard.put_back(1.0)
+        self._guard.finish()
+        gradients.drop(self._parameters)
+        self._begin_window()
+
+    def _close_window(self) -> Outcome:
+        window = self._window
+        self._settler.settle()  # the step before: only now, so that the device has had this window's work to do
+        self._check_gradients()
+        try:
+            grads = [p.grad for p in self._parameters]
+            if all(g is None for g in grads):
+                self._guard.finish()
+                return self._settler.no_gradients(window.num_micro_batches)
+            return self._take_step(window, inspect(grads, largest=self.scale.needs_largest))
+        finally:
+            torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of old weights
+            gradients.drop(self._parameters)
+            self._begin_window()
+
+    def _take_step(self, window: Window, found: Inspection) -> Outcome:
+        judgement = judge(window, found, self.clip_norm)
+        if not judgement.forbids_step:
+            divisor = judgement.divisor_tensor
+            for optimizer in self.optimizers:
+                for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
+                    self._saturated = moved(self._saturated, count.device) + count
+        return self._conclude(window, found, judgement)
+
+    def _conclude(self, window: Window, found: Inspection, judgement: Judgement) -> Outcome:
+        """The optimizers have stepped, or not: what follows from that."""
+        found_inf = judgement.found_inf
+        if self.ema is not None and not judgement.forbids_step:
+            self.ema.update(judgement.found_inf_tensor)
+        self._guard.put_back(found_inf)
+        self._settler.order.finish()
+        next_scale = self._update_scale(window, found, judgement)
+        record = StepRecord(
+            *(window.num_micro_batches, self._parameters, self._group_ends, found), missed_buffers=self._guard.finish()
+        )
+        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
+        if judgement.is_known:
+            return self._settler.known(record, Numbers(*map(float, numbers)))
+        assert isinstance(found_inf, Tensor)
+        dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
+        parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
+        return self._settler.sent(record, HostCopy(torch.stack(parts)))
+
+    def _update_scale(self, window: Window, found: Inspection, judgement: Judgement) -> Number:
+        if isinstance(self.scale, NoScale):
+            return window.scale
+        home = window.scale.device if isinstance(window.scale, Tensor) else torch.device("cpu")
+        now = self.scale.get() if judgement.is_known else self.scale.value(home)
+        # Another stepper may have lowered a shared scale meanwhile: an overflow at the old one is no news.
+        news = torch.as_tensor(judgement.found_inf * (window.scale <= now), dtype=torch.float32, device=home)
+        largest = None
+        if self.scale.needs_largest:  # the true gradient's, at the present scale
+            largest = (found.total_largest(home) * (now / judgement.plain)).float()
+        self.scale.update_(news, largest)
+        return self.scale.get() if judgement.is_known else self.scale.value(home)
+
+    # -- gradients for other purposes -----------------------------------------------------------------------------
+
+    def unscale_(self) -> None:
+        """Make the window's gradients the true mean, in place, to look at or to change them before ``step()``.
+
+        ``step()`` inspects and clips what it then finds.
+
+        Raises:
+            CallOrderError: there is no gradient, or they are unscaled already.
+            ArgumentError: a gradient is fp16, where small ones would become zero.
+        """
+        self._check_step("unscale_")
+        if self._window.is_unscaled:
+            raise refusals.unscaled_already()
+        if self._window.num_micro_batches == 0:
+            raise refusals.nothing_to_step("unscale_", 0, self._accumulate)
+        self._check_gradients()
+        for optimizer in self.optimizers:
+            if any(p.grad is not None and p.grad.dtype == torch.float16 for p in setup.flat([optimizer])[0]):
+                raise fp16_gradients(optimizer)
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        divisor = judge(self._window, inspect(grads), None).divisor_tensor
+        if grads and divisor is not None:
+            divide_(grads, divisor)
+        self._window.is_unscaled = True
+
+    def take_gradients(self) -> dict[Tensor, Tensor]:
+        """End the first of two passes (SAM): hand over the window's true gradients, and begin the window again.
+
+        Returns:
+            For each parameter with a gradient, the mean of the window so far, unscaled, fp32 or wider. Where one is
+            inf or NaN, the step that the second pass ends with is skipped, whatever that one finds.
+
+        Raises:
+            CallOrderError: there is no gradient, or somebody wrote into scaled ones.
+        """
+        self._check_step("take_gradients")
+        window = self._window
+        if window.num_micro_batches == 0:
+            raise refusals.nothing_to_step("take_gradients", 0, self._accumulate)
+        self._check_gradients()
+        judgement = judge(window, inspect([p.grad for p in self._parameters]), None)
+        with torch.no_grad():
+            taken = {p: gradients.widened(p.grad) / judgement.divisor for p in self._parameters if p.grad is not None}
+        gradients.drop(self._parameters)
+        self._window = Window(self._accumulate, first_pass_found_inf=judgement.found_inf)
+        self._awaits_step = False
+        return taken
+
+    @contextmanager
+    def perturbed(self, shifts: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Shift weights for the second of two passes (SAM), and put them back, bit for bit, when the block is left.
+
+        Args:
+            shifts: for each parameter what is added to it, of its shape. Costs the bytes of these parameters meanwhile.
+
+        Raises:
+            ArgumentError: a key is no parameter of the optimizers, or a shift has another shape; nothing is changed.
+        """
+        self._is_perturbed = True
+        try:
+            with gradients.shifted(setup.flat(self.optimizers)[0], shifts):
+                yield
+        finally:
+            self._is_perturbed = False
+
+    def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True) -> Any:
+        """True gradients that a loss can be made of (gradient penalties): ``torch.autograd.grad``, scaled and unscaled.
+
+        Args:
+            outputs: one element, from inside a ``forward()`` block.
+            inputs: a tensor or a sequence of tensors.
+            create_graph: whether the gradients can be differentiated themselves.
+
+        Returns:
+            The gradient of ``outputs`` for each of ``inputs``, fp32 or wider, in the same structure. An overflow at
+            the present scale comes back as inf; the loss made of it then skips the step and lowers the scale.
+
+        Raises:
+            ArgumentError: ``outputs`` is not one number with a graph.
+        """
+        check_loss(outputs)
+        scale = self.scale.value(outputs.device)
+        with torch.autocast(outputs.device.type, enabled=False):
+            wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            scaled = torch.autograd.grad(gradients.scaled(outputs, scale), wanted, create_graph=create_graph)
+            unscaled = tuple(gradients.widened(g) / moved(scale, g.device) for g in scaled)
+        return unscaled[0] if isinstance(inputs, Tensor) else unscaled
+
+    # -- optimizers that evaluate the loss themselves -------------------------------------------------------------
+
+    def _run_with_closure(self, closure: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+        self._settler.settle()
+        judged: list[tuple[Window, Inspection, Judgement]] = []
+
+        def evaluate() -> Tensor:
+            self._window = Window(1)
+            with torch.enable_grad():
+                with self.forward():
+                    result = closure(*args)
+                loss, weight = retry.loss_and_weight(result)
+                self.backward(loss, weight)
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            found = inspect(grads, largest=self.scale.needs_largest)
+            judgement = judge(self._window, found, None)
+            judged[:] = [(self._window, found, judgement)]
+            if is_bad():
+                raise closures.BadEvaluation
+            divisor = judgement.divisor_tensor
+            if divisor is not None:
+                divide_(grads, divisor)
+            return loss.detach()
+
+        def is_bad() -> bool:
+            return bool(judged[0][2].found_inf)
+
+        try:
+            closures.step_or_restore(self.optimizers[0], evaluate, is_bad)
+        except BaseException:
+            self._give_up_window()
+            raise
+        try:
+            return self._conclude(*judged[0])
+        finally:
+            gradients.drop(self._parameters)
+            self._begin_window()
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    @property
+    def accumulate(self) -> int | None:
+        """Micro-batches of one step; can be set between windows."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, accumulate: int | None) -> None:
+        size = setup.checked_size(accumulate)
+        if self._window.is_open:
+            raise refusals.size_inside_window(self._window.num_micro_batches)
+        self._accumulate = size
+        self._window.size = size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches the present window holds."""
+        return self._window.num_micro_batches
+
+    @property
+    def steps(self) -> int:
+        """How many windows were closed so far, skipped ones included. Settles."""
+        self._settler.settle()
+        return self._settler.log.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of them were skipped. Settles."""
+        self._settler.settle()
+        return self._settler.log.skipped_steps
+
+    @property
+    def culprit(self) -> Culprit | None:
+        """Who was at fault in the last skipped step; None if there was none. Settles."""
+        self._settler.settle()
+        return self._settler.log.culprit
+
+    @property
+    def saturated_weights(self) -> int:
+        """How many 16-bit weights were clamped to their format's largest value so far. Reads the device."""
+        return int(self._saturated.item())
+
+    @property
+    def guarded_bytes(self) -> int:
+        """Bytes that copies of buffers take now, inside a window."""
+        return self._guard.num_bytes
+
+    def settle(self) -> None:
+        """Wait for the step that is on its way; its scheduler, warnings and callbacks act now."""
+        self._settler.settle()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, counters, schedulers and EMA. Settles. Save the model and the optimizers beside it, as ever.
+
+        Raises:
+            CallOrderError: a window is open; its gradients are in no state. After an epoch, call ``flush()``.
+        """
+        if self._window.is_open:
+            raise refusals.state_inside_window("state_dict", self._window.num_micro_batches)
+        self._settler.settle()
+        return state.collect(self.scale, self._settler, self.ema)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state, or from that of a GradScaler, torch's or halfstep's; all of it or nothing.
+
+        Raises:
+            StateError: something is missing, or holds values that no run can have.
+            CallOrderError: a window is open.
+
+        Warns:
+            HalfstepWarning: the state is a scaler's, and says nothing of schedulers and EMA.
+        """
+        if self._window.is_open:
+            raise refusals.state_inside_window("load_state_dict", self._window.num_micro_batches)
+        self._settler.settle()
+        state.restore(state_dict, self.scale, self._settler, self.ema)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise refusals.copied()
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return f"Stepper({type(self.model).__name__}, {optimizers}, policy={str(self.policy)!r}, scale={self.scale!r})"
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_backward(self, loss: Tensor) -> None:
+        if self._forward_depth > 0:
+            raise refusals.inside_forward("backward")
+        if self._window.is_full:
+            assert self._accumulate is not None
+            raise refusals.window_is_full(self._accumulate)
+        if self._window.is_unscaled:
+            raise refusals.backward_after_unscale()
+        if not self._is_forward_done:
+            raise refusals.backward_without_forward()
+        check_loss(loss)
+
+    def _check_step(self, call: str) -> None:
+        if self._is_perturbed:
+            raise refusals.step_while_perturbed(call)
+        if self._forward_depth > 0:
+            raise refusals.inside_forward(call)
+        if self._needs_closure:
+            raise refusals.closure_optimizer(self.optimizers[0], call)
+
+    def _check_gradients(self) -> None:
+        now = setup.flat(self.optimizers)[0]
+        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+            raise refusals.parameters_changed(len(self._parameters), len(now))
+        changed = [] if self._window.is_unscaled else self._window.changed(now)
+        if changed:
+            names = self._settler.order.names_of([now[i] for i in changed[:3]], [])
+            raise refusals.gradients_changed(names, len(changed))
+
+    def _mention_open_window(self) -> None:
+        if self._window.num_micro_batches > 0 and not self._has_mentioned_window:
+            self._has_mentioned_window = True
+            warn(f"An evaluation begins, and {self._open_window_text()}", HalfstepWarning)
+
+    def _open_window_text(self) -> str:
+        return (
+            f"a window is open: micro-batches so far: {self._window.num_micro_batches}"
+            f"{f' of {self._accumulate}' if self._accumulate else ''}. Their gradients have not been used. Call flush()"
+            " at the end of each epoch: it steps with their true mean."
+        )
+
+    def _autocast(self) -> torch.autocast:
+        device = self._device
+        if self.policy.autocast_dtype is None:
+            return torch.autocast(device.type, enabled=False)
+        return torch.autocast(device.type, dtype=self.policy.autocast_dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        parameter: Tensor = next(p for o in self.optimizers for group in o.param_groups for p in group["params"])
+        return parameter.device
+
+    def _accumulating(self) -> Outcome:
+        step, number, scale = self._settler.next_step, self._window.num_micro_batches, self._window.scale
+        return Outcome(settle=lambda: Facts("accumulating", step, number, scale=float(scale)))
+
+
+def _mention_lost_windows() -> None:
+    """At exit: a forgotten flush() has lost gradients."""
+    for stepper in list(_alive):
+        if stepper._window.num_micro_batches > 0:
+            warn(f"The program ends, and {stepper._open_window_text()}", HalfstepWarning)
