@@ -51,7 +51,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy to the host that does not wait returns memory that is not filled yet, and the host reads at once.
     """
-    return tensor.to(device, non_blocking=not is_host(device))
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=not is_host(device))
 
 
 def has_float64(device: torch.device) -> bool:

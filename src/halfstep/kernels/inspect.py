@@ -78,11 +78,20 @@ class Inspection:
         Finite exactly when every gradient is. fp64 where ``device`` has it, else fp32. Waits for no device.
         """
         answers = self._asked_for(self.norms, "norm")
-        if all(map(is_host, answers)):
+        if self.is_on_host:
             dtype = torch.float64 if has_float64(device) else torch.float32
-            return _number(_together(self._on_host(answers, below_fp64)), dtype, device)
+            return _number(self.total_norm_on_host(below_fp64=below_fp64), dtype, device)
         parts = [moved(_root_of_squares(norms), device) for norms in self._masked(answers, below_fp64)]
         return parts[0] if len(parts) == 1 else _root_of_squares(torch.stack(parts))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether every gradient is in the host's memory, where nothing needs waiting."""
+        return all(map(is_host, self.positions))
+
+    def total_norm_on_host(self, *, below_fp64: bool = False) -> float:
+        """:meth:`total_norm` as a number. Waits for gradients that are elsewhere."""
+        return _together(self._on_host(self._asked_for(self.norms, "norm"), below_fp64))
 
     def total_largest(self, device: torch.device, *, below_fp64: bool = False) -> Tensor:
         """The largest magnitude of all, 0-dim fp32, on ``device``; NaN if an element is; optionally without fp64."""

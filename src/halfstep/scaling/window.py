@@ -109,14 +109,15 @@ class IdleSteps:
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
-    def stepped(self, optimizer: torch.optim.Optimizer, record: StepRecord, order: ParameterOrder) -> None:
-        """The optimizer was stepped; ``record.found_inf`` is None if it had no gradient."""
-        if record.found_inf is not None:
+    def stepped(self, optimizer: torch.optim.Optimizer, order: ParameterOrder, *, has_gradients: bool) -> None:
+        """The optimizer was stepped."""
+        if has_gradients:
             self._counts.pop(optimizer, None)
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if count == NO_GRADIENT_STEPS:
-            names = order.names_of(record.parameters[:3], record.group_ends)
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            names = order.names_of(parameters_of(optimizer)[:3], list(itertools.accumulate(sizes)))
             warn(
                 f"{type(optimizer).__name__} had no gradient for {count} steps in a row; its first parameters are"
                 f" {', '.join(names)}. Frozen, unused in forward, or zero_grad() between backward() and step()?",
@@ -195,7 +196,7 @@ class Books:
         """The optimizer's step has returned."""
         record.is_stepped = True
         self._last[optimizer] = record
-        self._idle.stepped(optimizer, record, self.order)
+        self._idle.stepped(optimizer, self.order, has_gradients=record.found_inf is not None)
 
     def close(self, old_scale: Tensor, new_scale: Tensor) -> None:
         """End the window; settle the one before, and this one as well where there is nothing to wait for."""

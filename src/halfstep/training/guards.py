@@ -4,10 +4,10 @@ A forward pass in training mode writes BatchNorm's running statistics and counte
 will be taken. One activation that overflows makes them inf for ever, although the scaler skips the step.
 
 Method: a copy is taken when a window begins, and put back on the device, without a read on the host, where the window
-is skipped. Which buffers need one is learned by watching their version counters: every buffer is copied until a whole
-window, in the present mode of its module, has left it alone. A mask or a table of positions costs its bytes for one
-window; running statistics of a module in training mode are always copied. torch.compile counts versions like eager
-code. A buffer that a module replaces, instead of writing into it, is its own copy.
+is skipped. Which buffers need one is learned: every buffer is copied until a whole window, in the present mode of its
+module, has left its values alone. A mask or a table of positions costs its bytes for one window; running statistics of
+a module in training mode are always copied. A buffer that a module replaces, instead of writing into it, is its own
+copy. Later windows look at version counters only, which torch's batch norm does not move when it runs eagerly (2.13).
 
 A buffer that changes for the first time in a later window (a codebook that is refreshed now and then) was not copied
 that time; if just that window is skipped, a warning says so, and from then on it is copied.
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from halfstep._compat import moved
+from halfstep._compat import local_part, moved
 from halfstep.scaling.unscale import Number
 
 
@@ -43,18 +43,25 @@ class _Remembered:
         return self.module._buffers.get(self.name)
 
     @property
-    def has_changed(self) -> bool:
-        """Whether the buffer was written or replaced since."""
+    def was_seen_changing(self) -> bool:
+        """Whether the buffer was replaced, or written by an operation that counts versions."""
         return self.now is not self.buffer or _version(self.buffer) != self.version
 
     @property
     def saved(self) -> Tensor | None:
         """What it held, if that is known."""
-        return self.value if _version(self.buffer) != self.version else self.buffer
+        return self.buffer if _version(self.buffer) == self.version and self.value is None else self.value
+
+    def has_new_values(self) -> bool | Tensor:
+        """Whether its values have changed; a 0-dim tensor where only the device knows."""
+        now = self.now
+        if self.was_seen_changing or self.value is None or now is None:
+            return self.was_seen_changing
+        return (local_part(now) != local_part(self.value)).any()
 
     def put_back(self, found_inf: Number) -> None:
         now, saved = self.now, self.saved
-        if now is None or saved is None or now.shape != saved.shape or now.dtype != saved.dtype:
+        if now is None or saved is None or now is saved or now.shape != saved.shape or now.dtype != saved.dtype:
             return
         if isinstance(found_inf, float):
             if found_inf != 0:
@@ -74,7 +81,8 @@ class BufferGuard:
         >>> guard = BufferGuard(norm)
         >>> guard.remember()
         >>> _ = norm(torch.tensor([[float("inf"), 1.0], [1.0, 2.0]]))
-        >>> guard.put_back(found_inf=1.0)
+        >>> guard.finish(found_inf=1.0)
+        []
         >>> norm.running_mean.tolist(), int(norm.num_batches_tracked)
         ([0.0, 0.0], 0)
     """
@@ -84,9 +92,11 @@ class BufferGuard:
         # module -> (name of its buffer, training mode) -> whether some window changed it
         self._changes: MutableMapping[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
         self._remembered: list[_Remembered] = []
+        self._unread: list[tuple[_Remembered, bool | Tensor]] = []  # what the last window taught
 
     def remember(self) -> None:
         """A window begins: copy what its forward passes may change."""
+        self._learn()
         with torch.no_grad():
             self._remembered = [
                 _Remembered(
@@ -96,24 +106,23 @@ class BufferGuard:
                 for module, name, buffer in _buffers_of(self._model)
             ]
 
-    def put_back(self, found_inf: Number) -> None:
-        """Where ``found_inf`` (0.0 or 1.0, a number or 0-dim) is set, give changed buffers their remembered bits."""
-        with torch.no_grad():
-            for one in self._remembered:
-                if one.has_changed:
-                    one.put_back(found_inf)
+    def finish(self, found_inf: Number) -> list[str]:
+        """The window is over: where it is skipped, give buffers their remembered bits; drop the copies.
 
-    def finish(self) -> list[str]:
-        """The window is over: learn from it, drop its copies.
+        Args:
+            found_inf: 0.0 or 1.0, as a number, or 0-dim where only the device knows.
 
         Returns:
-            Names of buffers that it changed and that it had no copy of.
+            Names of buffers that the window changed and that it had no copy of.
         """
-        missed = [one for one in self._remembered if one.has_changed and one.saved is None]
-        for one in self._remembered:
-            seen = self._changes.setdefault(one.module, {})
-            key = (one.name, one.was_training)
-            seen[key] = seen.get(key, False) or one.has_changed
+        missed = [one for one in self._remembered if one.was_seen_changing and one.saved is None]
+        with torch.no_grad():
+            for one in self._remembered:
+                if one.was_seen_changing or (one.value is not None and not self._always_changes(one.module)):
+                    self._unread.append((one, one.has_new_values()))
+                one.put_back(found_inf)
+        for one, _ in self._unread:
+            one.value = None
         self._remembered = []
         return [self._full_name(one) for one in missed]
 
@@ -122,10 +131,21 @@ class BufferGuard:
         """Bytes held in copies now."""
         return sum(one.value.nbytes for one in self._remembered if one.value is not None)
 
+    def _learn(self) -> None:
+        """Read what the last window found; the device has long had time to find it."""
+        for one, has_changed in self._unread:
+            seen = self._changes.setdefault(one.module, {})
+            key = (one.name, one.was_training)
+            seen[key] = bool(has_changed) or seen.get(key, False)
+        self._unread = []
+
     def _may_change(self, module: nn.Module, name: str) -> bool:
-        if module.training and getattr(module, "track_running_stats", False):
-            return True  # whether or not this window happened to run through it
+        if self._always_changes(module):
+            return True  # whether or not this window happens to run through it
         return self._changes.get(module, {}).get((name, module.training), True)
+
+    def _always_changes(self, module: nn.Module) -> bool:
+        return module.training and bool(getattr(module, "track_running_stats", False))
 
     def _full_name(self, one: _Remembered) -> str:
         prefix = next((name for name, module in self._model.named_modules() if module is one.module), "")
@@ -133,10 +153,14 @@ class BufferGuard:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
+    # In half the time of model.modules(), which goes by names. A module that two others share may come twice.
+    stack = [model]
+    while stack:
+        module = stack.pop()
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield module, name, buffer
+        stack += [child for child in module._modules.values() if child is not None]
 
 
 def _version(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ tensors elsewhere; nothing is read on the host there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from halfstep.scaling.window import any_found_inf
 from halfstep.training.accumulate import Window
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What follows from looking at a window's gradients; floats where the host is the device, else 0-dim tensors.
 
     Args:
@@ -43,7 +42,7 @@ class Judgement:
         """The divisor as optimizers take it, 0-dim fp32; None where it is known to be 1."""
         if isinstance(self.divisor, Tensor):
             return self.divisor.float()
-        return None if self.divisor == 1.0 else torch.tensor(self.divisor, dtype=torch.float32, device="cpu")
+        return None if self.divisor == 1.0 else torch.scalar_tensor(self.divisor, dtype=torch.float32, device="cpu")
 
     @property
     def found_inf_tensor(self) -> Tensor | None:
@@ -59,15 +58,18 @@ class Judgement:
 def judge(window: Window, found: Inspection, clip_norm: float | None) -> Judgement:
     """Judge a window by what inspection found in its summed gradients (norms asked for)."""
     plain: Number = 1.0 if window.is_unscaled else window.divisor
-    home = window.scale.device if isinstance(window.scale, Tensor) else torch.device("cpu")
-    norm: Number = found.total_norm(home)
     has_fp64 = any(map(any, found.are_fp64.values()))
-    below_fp64: Number = found.total_norm(home, below_fp64=True) if has_fp64 else norm
+    norm: Number
     if isinstance(window.scale, float):
-        norm, below_fp64, plain = float(norm), float(below_fp64), float(plain)
+        norm = found.total_norm_on_host()
+        below_fp64: Number = found.total_norm_on_host(below_fp64=True) if has_fp64 else norm
+        plain = float(plain)
         flags = [*found.found_inf.values(), *window.flags()]
         found_inf: Number = float(any(float(flag) != 0 for flag in flags))
     else:
+        home = window.scale.device
+        norm = found.total_norm(home)
+        below_fp64 = found.total_norm(home, below_fp64=True) if has_fp64 else norm
         plain = plain if isinstance(plain, Tensor) else torch.full((), plain, device=home)
         others = [torch.as_tensor(flag, device=home) for flag in window.flags()]
         flag = any_found_inf([*found.found_inf.values(), *others], home)

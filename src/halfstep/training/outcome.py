@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from halfstep.scaling.culprit import Culprit
 
 Kind = Literal["accumulating", "applied", "skipped", "no_gradients"]
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What the host knows about a step once it is settled.
 
     Args:

@@ -86,11 +86,13 @@ def report_lost(micro_batches: list[MicroBatch], scales: list[float], culprit: C
         position, loss = bad[0]
         which = f" of micro-batch {position + 1}" if len(losses) > 1 else ""
         cause = f"the loss itself{which} is {loss}: the forward pass is at fault, and no scale can mend it"
-    elif len(scales) > 1 and culprit is not None and culprit.kind == "nan":
+    elif culprit is not None and culprit.kind == "nan":
+        # inf - inf on the way is NaN too, so that only a scale at which nothing can overflow would prove it.
         cause = (
-            "the loss is finite, but its gradient is NaN at every scale: the backward pass divides 0 by 0, or the like"
+            "the loss is finite, its gradient was NaN each time: unless more retries at smaller scales help, the"
+            " backward pass makes the NaN itself (0/0, sqrt at 0, inf - inf)"
         )
     else:
-        cause = "the loss is finite and the gradients overflow still: allow more retries, or let the scale fall further"
+        cause = "the loss is finite, the gradients overflow: allow more retries, or begin with a smaller scale"
     guilty = "" if culprit is None else f" The gradient of {culprit}."
     warn(f"A window was run {times}, and lost: {cause}.{guilty}", SkippedStepWarning)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +20,7 @@ from halfstep.scaling.skips import SkipLog, StepOutcome
 from halfstep.training.outcome import Facts, Outcome
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """What the host learns about a step; the order in which a device sends it.
 
     Args:

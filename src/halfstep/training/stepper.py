@@ -23,7 +23,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from halfstep.scaling.scale import BoundedScale, NoScale, Scale
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog
 from halfstep.scaling.take_step import take_step
 from halfstep.scaling.unscale import Number, divide_
+from halfstep.scaling.window import IdleSteps, parameters_of
 from halfstep.training import gradients, refusals, retry, setup, state
 from halfstep.training.accumulate import Window, checked_weight
 from halfstep.training.ema import EMA
@@ -122,7 +123,7 @@ class Stepper:
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
         schedulers = setup.checked_schedulers(scheduler, self.optimizers)
         self._settler = Settler(log, ParameterOrder(model), schedulers, on_skip)
-        self._guard = BufferGuard(model)
+        self._guard, self._idle = BufferGuard(model), IdleSteps()
         self._saturated = torch.zeros((), dtype=torch.int64, device="cpu")
         self._needs_closure = setup.needs_closure(self.optimizers[0])
         self._forward_depth = 0
@@ -294,8 +295,7 @@ class Stepper:
         gradients.drop(self._parameters)
 
     def _give_up_window(self) -> None:
-        self._guard.put_back(1.0)
-        self._guard.finish()
+        self._guard.finish(1.0)
         gradients.drop(self._parameters)
         self._begin_window()
 
@@ -304,15 +304,21 @@ class Stepper:
         self._settler.settle()  # the step before: only now, so that the device has had this window's work to do
         self._check_gradients()
         try:
+            self._look_for_idle_optimizers()
             grads = [p.grad for p in self._parameters]
             if all(g is None for g in grads):
-                self._guard.finish()
+                self._guard.finish(0.0)
                 return self._settler.no_gradients(window.num_micro_batches)
             return self._take_step(window, inspect(grads, largest=self.scale.needs_largest))
         finally:
             torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of old weights
             gradients.drop(self._parameters)
             self._begin_window()
+
+    def _look_for_idle_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            has_gradients = any(p.grad is not None for p in parameters_of(optimizer))
+            self._idle.stepped(optimizer, self._settler.order, has_gradients=has_gradients)
 
     def _take_step(self, window: Window, found: Inspection) -> Outcome:
         judgement = judge(window, found, self.clip_norm)
@@ -328,11 +334,11 @@ class Stepper:
         found_inf = judgement.found_inf
         if self.ema is not None and not judgement.forbids_step:
             self.ema.update(judgement.found_inf_tensor)
-        self._guard.put_back(found_inf)
         self._settler.order.finish()
         next_scale = self._update_scale(window, found, judgement)
         record = StepRecord(
-            *(window.num_micro_batches, self._parameters, self._group_ends, found), missed_buffers=self._guard.finish()
+            *(window.num_micro_batches, self._parameters, self._group_ends, found),
+            missed_buffers=self._guard.finish(found_inf),
         )
         numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
         if judgement.is_known:
@@ -612,11 +618,11 @@ class Stepper:
             " at the end of each epoch: it steps with their true mean."
         )
 
-    def _autocast(self) -> torch.autocast:
-        device = self._device
-        if self.policy.autocast_dtype is None:
-            return torch.autocast(device.type, enabled=False)
-        return torch.autocast(device.type, dtype=self.policy.autocast_dtype)
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype, device_type = self.policy.autocast_dtype, self._device.type
+        if dtype is None and not torch.is_autocast_enabled(device_type):
+            return nullcontext()
+        return torch.autocast(device_type, enabled=dtype is not None, dtype=dtype)
 
     @property
     def _device(self) -> torch.device:
