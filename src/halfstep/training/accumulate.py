@@ -34,6 +34,9 @@ class Window:
 
     size: int | None
     num_micro_batches: int = 0
+    has_forward: bool = False  # a forward pass has run since the last backward
+    awaits_step: bool = False  # a backward pass has run since the last step
+    replay: list[Any] = field(default_factory=list)  # micro-batches that can be run again
     scale: Number = 1.0  # of the losses of this window; known once the first one is scaled
     is_unscaled: bool = False
     first_pass_found_inf: Number | None = None  # of an earlier pass over the same window (SAM)
@@ -72,6 +75,7 @@ class Window:
             is_bad = ~((weight > 0) & torch.isfinite(weight))
             self._is_weight_bad = is_bad if self._is_weight_bad is None else self._is_weight_bad | is_bad
         self.num_micro_batches += 1
+        self.has_forward, self.awaits_step = False, True
         self._weight = self._weight + share
 
     def flags(self) -> list[Number]:

@@ -1,6 +1,7 @@
 """One window in the right order: forward, backward, accumulate, inspect, clip, step, scale, settle.
 
-``Stepper`` goes around the user's own loop. What happens when the window is full:
+``Stepper`` goes around the user's own loop, and refuses calls out of order. What happens when the window is full
+(engine.py):
 
     inspect     one read of the gradients: are they finite, what is their norm
     step        every gradient divided once, by max(scale * weight, norm / clip_norm), inside the optimizer's kernel
@@ -29,27 +30,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfstep._compat import HostCopy, has_float64, is_host, moved
+from halfstep._compat import moved
 from halfstep.errors import HalfstepWarning, warn
-from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.policy import Policy
-from halfstep.scaling import closures
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.loss import check_loss
 from halfstep.scaling.refusals import fp16_gradients
-from halfstep.scaling.scale import BoundedScale, NoScale, Scale
+from halfstep.scaling.scale import BoundedScale, Scale
 from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog
-from halfstep.scaling.take_step import take_step
-from halfstep.scaling.unscale import Number, divide_
-from halfstep.scaling.window import IdleSteps, parameters_of
+from halfstep.scaling.window import parameters_of
 from halfstep.training import gradients, refusals, retry, setup, state
 from halfstep.training.accumulate import Window, checked_weight
 from halfstep.training.ema import EMA
-from halfstep.training.guards import BufferGuard
-from halfstep.training.judge import Judgement, judge
+from halfstep.training.engine import Engine
 from halfstep.training.outcome import Facts, Outcome
-from halfstep.training.settle import Numbers, Settler, StepRecord
+from halfstep.training.settle import Settler
 
 OnOverflow = Literal["warn", "ignore"] | Callable[[Outcome], object]
 
@@ -115,20 +111,17 @@ class Stepper:
         self.optimizers = setup.checked_optimizers(model, optimizer)
         self.model = model
         self.policy = setup.checked_policy(policy, self.optimizers, model)
-        self.clip_norm = setup.checked_clip_norm(clip_norm, self.optimizers)
         self.ema = setup.checked_ema(ema)
         self.scale = setup.scale_for(self.policy, scale)
-        self._accumulate = setup.checked_size(accumulate)
         warns, on_skip = setup.checked_on_overflow(on_overflow)
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
         schedulers = setup.checked_schedulers(scheduler, self.optimizers)
         self._settler = Settler(log, ParameterOrder(model), schedulers, on_skip)
-        self._guard, self._idle = BufferGuard(model), IdleSteps()
-        self._saturated = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._engine = Engine(model, self.optimizers, self.scale, self.ema, self._settler)
+        self.clip_norm, self.accumulate = clip_norm, accumulate
         self._needs_closure = setup.needs_closure(self.optimizers[0])
         self._forward_depth = 0
-        self._is_perturbed = self._has_mentioned_window = self._is_guarding = False
-        self._begin_window()
+        self._is_perturbed = self._has_mentioned_window = False
         if not _alive:
             atexit.register(_mention_lost_windows)
         _alive.add(self)
@@ -149,16 +142,14 @@ class Stepper:
             with self._autocast():
                 yield
             return
-        if not self._is_guarding:
-            self._guard.remember()
-            self._is_guarding = True
+        self._engine.remember_buffers()
         self._forward_depth += 1
         try:
             with self._autocast():
                 yield
         finally:
             self._forward_depth -= 1
-        self._is_forward_done = True
+        self._window.has_forward = True
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, inputs: Any = None) -> None:
         """Add a micro-batch's gradient to the window.
@@ -177,20 +168,7 @@ class Stepper:
         buffers put back.
         """
         self._check_backward(loss)
-        weight = checked_weight(weight)
-        window = self._window
-        if window.num_micro_batches == 0:
-            self._open_window(loss.device)
-        self._settler.order.learn(loss)
-        try:
-            torch.autograd.backward(gradients.scaled(loss, window.share(weight) * window.scale), inputs=inputs)
-        except BaseException:
-            self._give_up_window()
-            raise
-        window.add(weight)
-        window.saw(self._parameters)
-        self._is_forward_done = False
-        self._awaits_step = True
+        self._engine.backward(loss, checked_weight(weight), inputs)
 
     def step(self) -> Outcome:
         """End the micro-batch, and the window when it is full: clip, step, choose the next scale, drop the gradients.
@@ -203,11 +181,12 @@ class Stepper:
             NonFiniteError: with ``on_repeat="raise"``, after ``repeat_after`` skipped steps in a row.
         """
         self._check_step("step")
-        if not self._awaits_step:
-            raise refusals.nothing_to_step("step", self._window.num_micro_batches, self._accumulate)
-        if self._window.is_full:
-            return self._close_window()
-        self._awaits_step = False
+        window = self._window
+        if not window.awaits_step:
+            raise refusals.nothing_to_step("step", window.num_micro_batches, self.accumulate)
+        if window.is_full:
+            return self._engine.close()
+        window.awaits_step = False
         return self._accumulating()
 
     def flush(self) -> Outcome | None:
@@ -217,9 +196,9 @@ class Stepper:
             What happened; None if the window was empty.
         """
         self._check_step("flush")
-        outcome = self._close_window() if self._window.num_micro_batches > 0 else None
+        outcome = self._engine.close() if self._window.num_micro_batches > 0 else None
         if outcome is None and self._window.is_open:
-            raise refusals.nothing_to_step("flush", 0, self._accumulate)
+            raise refusals.nothing_to_step("flush", 0, self.accumulate)
         self._settler.settle()
         return outcome
 
@@ -241,26 +220,30 @@ class Stepper:
             CallOrderError: earlier micro-batches of the window cannot be run again.
         """
         if self._needs_closure:
-            return self._run_with_closure(closure, args)
+            return self._engine.step_with_closure(lambda: self._run_backward(retry.MicroBatch(closure, args)))
         if not retry.checked_retries(retries):
             return self._run_once(retry.MicroBatch(closure, args))
         micro_batch = retry.MicroBatch(closure, args)
-        if self._accumulate != 1 and not micro_batch.is_bound():
-            raise refusals.closure_sees_later_batch(self._accumulate)
-        if len(self._replay) != self._window.num_micro_batches:
+        if self.accumulate != 1 and not micro_batch.is_bound():
+            raise refusals.closure_sees_later_batch(self.accumulate)
+        replay = self._window.replay
+        if len(replay) != self._window.num_micro_batches:
             raise refusals.retries_in_part_of_window()
         micro_batch.remember_random_state(self._device)
-        self._replay.append(micro_batch)
-        replay = self._replay
+        replay.append(micro_batch)
         return self._retried(replay, self._run_once(micro_batch), retries)
 
     def _run_once(self, micro_batch: retry.MicroBatch) -> Outcome:
+        self._run_backward(micro_batch)
+        return self.step()
+
+    def _run_backward(self, micro_batch: retry.MicroBatch) -> Tensor:
         with self.forward():
             result = micro_batch.closure(*micro_batch.args)
         loss, weight = retry.loss_and_weight(result)
         micro_batch.loss = loss.detach()
         self.backward(loss, weight)
-        return self.step()
+        return loss
 
     def _retried(self, replay: list[retry.MicroBatch], outcome: Outcome, retries: int) -> Outcome:
         if self._window.num_micro_batches > 0:  # the window is not full yet
@@ -280,86 +263,9 @@ class Stepper:
     def _can_lower_scale(self) -> bool:
         return isinstance(self.scale, BoundedScale) and self.scale.get() > self.scale.min_scale
 
-    # -- the window -----------------------------------------------------------------------------------------------
-
-    def _begin_window(self) -> None:
-        self._window = Window(self._accumulate)
-        self._replay: list[retry.MicroBatch] = []
-        self._is_guarding = self._is_forward_done = self._awaits_step = False
-
-    def _open_window(self, device: torch.device) -> None:
-        """The first loss of a window is here: note the scale, drop gradients that others left."""
-        self._parameters, self._group_ends = setup.flat(self.optimizers)
-        value = self.scale.value(device)
-        self._window.scale = self.scale.get() if is_host(device) else value.clone()
-        gradients.drop(self._parameters)
-
-    def _give_up_window(self) -> None:
-        self._guard.finish(1.0)
-        gradients.drop(self._parameters)
-        self._begin_window()
-
-    def _close_window(self) -> Outcome:
-        window = self._window
-        self._settler.settle()  # the step before: only now, so that the device has had this window's work to do
-        self._check_gradients()
-        try:
-            self._look_for_idle_optimizers()
-            grads = [p.grad for p in self._parameters]
-            if all(g is None for g in grads):
-                self._guard.finish(0.0)
-                return self._settler.no_gradients(window.num_micro_batches)
-            return self._take_step(window, inspect(grads, largest=self.scale.needs_largest))
-        finally:
-            torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of old weights
-            gradients.drop(self._parameters)
-            self._begin_window()
-
-    def _look_for_idle_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            has_gradients = any(p.grad is not None for p in parameters_of(optimizer))
-            self._idle.stepped(optimizer, self._settler.order, has_gradients=has_gradients)
-
-    def _take_step(self, window: Window, found: Inspection) -> Outcome:
-        judgement = judge(window, found, self.clip_norm)
-        if not judgement.forbids_step:
-            divisor = judgement.divisor_tensor
-            for optimizer in self.optimizers:
-                for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
-                    self._saturated = moved(self._saturated, count.device) + count
-        return self._conclude(window, found, judgement)
-
-    def _conclude(self, window: Window, found: Inspection, judgement: Judgement) -> Outcome:
-        """The optimizers have stepped, or not: what follows from that."""
-        found_inf = judgement.found_inf
-        if self.ema is not None and not judgement.forbids_step:
-            self.ema.update(judgement.found_inf_tensor)
-        self._settler.order.finish()
-        next_scale = self._update_scale(window, found, judgement)
-        record = StepRecord(
-            *(window.num_micro_batches, self._parameters, self._group_ends, found),
-            missed_buffers=self._guard.finish(found_inf),
-        )
-        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
-        if judgement.is_known:
-            return self._settler.known(record, Numbers(*map(float, numbers)))
-        assert isinstance(found_inf, Tensor)
-        dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
-        parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
-        return self._settler.sent(record, HostCopy(torch.stack(parts)))
-
-    def _update_scale(self, window: Window, found: Inspection, judgement: Judgement) -> Number:
-        if isinstance(self.scale, NoScale):
-            return window.scale
-        home = window.scale.device if isinstance(window.scale, Tensor) else torch.device("cpu")
-        now = self.scale.get() if judgement.is_known else self.scale.value(home)
-        # Another stepper may have lowered a shared scale meanwhile: an overflow at the old one is no news.
-        news = torch.as_tensor(judgement.found_inf * (window.scale <= now), dtype=torch.float32, device=home)
-        largest = None
-        if self.scale.needs_largest:  # the true gradient's, at the present scale
-            largest = (found.total_largest(home) * (now / judgement.plain)).float()
-        self.scale.update_(news, largest)
-        return self.scale.get() if judgement.is_known else self.scale.value(home)
+    @property
+    def _window(self) -> Window:
+        return self._engine.window
 
     # -- gradients for other purposes -----------------------------------------------------------------------------
 
@@ -376,16 +282,12 @@ class Stepper:
         if self._window.is_unscaled:
             raise refusals.unscaled_already()
         if self._window.num_micro_batches == 0:
-            raise refusals.nothing_to_step("unscale_", 0, self._accumulate)
-        self._check_gradients()
+            raise refusals.nothing_to_step("unscale_", 0, self.accumulate)
+        self._engine.check_gradients()
         for optimizer in self.optimizers:
-            if any(p.grad is not None and p.grad.dtype == torch.float16 for p in setup.flat([optimizer])[0]):
+            if any(p.grad is not None and p.grad.dtype == torch.float16 for p in parameters_of(optimizer)):
                 raise fp16_gradients(optimizer)
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        divisor = judge(self._window, inspect(grads), None).divisor_tensor
-        if grads and divisor is not None:
-            divide_(grads, divisor)
-        self._window.is_unscaled = True
+        self._engine.unscale_()
 
     def take_gradients(self) -> dict[Tensor, Tensor]:
         """End the first of two passes (SAM): hand over the window's true gradients, and begin the window again.
@@ -398,17 +300,10 @@ class Stepper:
             CallOrderError: there is no gradient, or somebody wrote into scaled ones.
         """
         self._check_step("take_gradients")
-        window = self._window
-        if window.num_micro_batches == 0:
-            raise refusals.nothing_to_step("take_gradients", 0, self._accumulate)
-        self._check_gradients()
-        judgement = judge(window, inspect([p.grad for p in self._parameters]), None)
-        with torch.no_grad():
-            taken = {p: gradients.widened(p.grad) / judgement.divisor for p in self._parameters if p.grad is not None}
-        gradients.drop(self._parameters)
-        self._window = Window(self._accumulate, first_pass_found_inf=judgement.found_inf)
-        self._awaits_step = False
-        return taken
+        if self._window.num_micro_batches == 0:
+            raise refusals.nothing_to_step("take_gradients", 0, self.accumulate)
+        self._engine.check_gradients()
+        return self._engine.take_gradients()
 
     @contextmanager
     def perturbed(self, shifts: Mapping[Tensor, Tensor]) -> Iterator[None]:
@@ -450,58 +345,28 @@ class Stepper:
             unscaled = tuple(gradients.widened(g) / moved(scale, g.device) for g in scaled)
         return unscaled[0] if isinstance(inputs, Tensor) else unscaled
 
-    # -- optimizers that evaluate the loss themselves -------------------------------------------------------------
-
-    def _run_with_closure(self, closure: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
-        self._settler.settle()
-        judged: list[tuple[Window, Inspection, Judgement]] = []
-
-        def evaluate() -> Tensor:
-            self._window = Window(1)
-            with torch.enable_grad():
-                with self.forward():
-                    result = closure(*args)
-                loss, weight = retry.loss_and_weight(result)
-                self.backward(loss, weight)
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            found = inspect(grads, largest=self.scale.needs_largest)
-            judgement = judge(self._window, found, None)
-            judged[:] = [(self._window, found, judgement)]
-            if is_bad():
-                raise closures.BadEvaluation
-            divisor = judgement.divisor_tensor
-            if divisor is not None:
-                divide_(grads, divisor)
-            return loss.detach()
-
-        def is_bad() -> bool:
-            return bool(judged[0][2].found_inf)
-
-        try:
-            closures.step_or_restore(self.optimizers[0], evaluate, is_bad)
-        except BaseException:
-            self._give_up_window()
-            raise
-        try:
-            return self._conclude(*judged[0])
-        finally:
-            gradients.drop(self._parameters)
-            self._begin_window()
-
     # -- what is known --------------------------------------------------------------------------------------------
 
     @property
     def accumulate(self) -> int | None:
         """Micro-batches of one step; can be set between windows."""
-        return self._accumulate
+        return self._engine.size
 
     @accumulate.setter
     def accumulate(self, accumulate: int | None) -> None:
         size = setup.checked_size(accumulate)
         if self._window.is_open:
             raise refusals.size_inside_window(self._window.num_micro_batches)
-        self._accumulate = size
-        self._window.size = size
+        self._engine.size = self._window.size = size
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Largest norm of a step's true gradient; None clips nothing. Can be set at any time, for the next step."""
+        return self._engine.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        self._engine.clip_norm = setup.checked_clip_norm(clip_norm, self.optimizers)
 
     @property
     def num_micro_batches(self) -> int:
@@ -529,12 +394,12 @@ class Stepper:
     @property
     def saturated_weights(self) -> int:
         """How many 16-bit weights were clamped to their format's largest value so far. Reads the device."""
-        return int(self._saturated.item())
+        return int(self._engine.saturated.item())
 
     @property
     def guarded_bytes(self) -> int:
         """Bytes that copies of buffers take now, inside a window."""
-        return self._guard.num_bytes
+        return self._engine.guard.num_bytes
 
     def settle(self) -> None:
         """Wait for the step that is on its way; its scheduler, warnings and callbacks act now."""
@@ -581,11 +446,10 @@ class Stepper:
         if self._forward_depth > 0:
             raise refusals.inside_forward("backward")
         if self._window.is_full:
-            assert self._accumulate is not None
-            raise refusals.window_is_full(self._accumulate)
+            raise refusals.window_is_full(self._window.num_micro_batches)
         if self._window.is_unscaled:
             raise refusals.backward_after_unscale()
-        if not self._is_forward_done:
+        if not self._window.has_forward:
             raise refusals.backward_without_forward()
         check_loss(loss)
 
@@ -597,15 +461,6 @@ class Stepper:
         if self._needs_closure:
             raise refusals.closure_optimizer(self.optimizers[0], call)
 
-    def _check_gradients(self) -> None:
-        now = setup.flat(self.optimizers)[0]
-        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
-            raise refusals.parameters_changed(len(self._parameters), len(now))
-        changed = [] if self._window.is_unscaled else self._window.changed(now)
-        if changed:
-            names = self._settler.order.names_of([now[i] for i in changed[:3]], [])
-            raise refusals.gradients_changed(names, len(changed))
-
     def _mention_open_window(self) -> None:
         if self._window.num_micro_batches > 0 and not self._has_mentioned_window:
             self._has_mentioned_window = True
@@ -614,7 +469,7 @@ class Stepper:
     def _open_window_text(self) -> str:
         return (
             f"a window is open: micro-batches so far: {self._window.num_micro_batches}"
-            f"{f' of {self._accumulate}' if self._accumulate else ''}. Their gradients have not been used. Call flush()"
+            f"{f' of {self.accumulate}' if self.accumulate else ''}. Their gradients have not been used. Call flush()"
             " at the end of each epoch: it steps with their true mean."
         )
 

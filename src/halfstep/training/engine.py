@@ -1,0 +1,220 @@
+"""What happens to a window: it opens, gathers gradients, is judged, and ends in a step or in none.
+
+The public face, and the order in which calls may come, are the Stepper's (stepper.py); this is the path that every
+window takes, without a question on the way. From inspection to the next scale nothing is read on the host, unless the
+host is the device or an optimizer has to be told whether to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._compat import HostCopy, has_float64, is_host, moved
+from halfstep.kernels.inspect import Inspection, inspect
+from halfstep.scaling import closures
+from halfstep.scaling.scale import NoScale, Scale
+from halfstep.scaling.take_step import take_step
+from halfstep.scaling.unscale import Number, divide_
+from halfstep.scaling.window import IdleSteps, parameters_of
+from halfstep.training import gradients, refusals
+from halfstep.training.accumulate import Window
+from halfstep.training.ema import EMA
+from halfstep.training.guards import BufferGuard
+from halfstep.training.judge import Judgement, judge
+from halfstep.training.outcome import Outcome
+from halfstep.training.settle import Numbers, Settler, StepRecord
+from halfstep.training.setup import Optimizers, flat
+
+
+class Engine:
+    """The window of a stepper, and what a window does to weights, buffers, average and scale."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, scale: Scale, ema: EMA | None, settler: Settler):
+        self.optimizers, self.scale, self.ema, self.settler = optimizers, scale, ema, settler
+        self.guard = BufferGuard(model)
+        self.clip_norm: float | None = None
+        self.size: int | None = 1  # of the next window
+        self.saturated = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._idle = IdleSteps()
+        self._parameters: list[Tensor] = []
+        self._group_ends: list[int] = []
+        self._is_guarding = False
+        self.begin()
+
+    # -- a window opens and gathers -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new window, empty."""
+        self.window = Window(self.size)
+        self._is_guarding = False
+
+    def remember_buffers(self) -> None:
+        """A forward pass is about to run; the first of a window finds the buffers as they must be left by a skip."""
+        if not self._is_guarding:
+            self.guard.remember()
+            self._is_guarding = True
+
+    def backward(self, loss: Tensor, weight: Number, inputs: Any) -> None:
+        """Add the gradient of a micro-batch. If that raises, the window is given up."""
+        window = self.window
+        if window.num_micro_batches == 0:
+            self._open(loss.device)
+        self.settler.order.learn(loss)
+        try:
+            torch.autograd.backward(gradients.scaled(loss, window.share(weight) * window.scale), inputs=inputs)
+        except BaseException:
+            self.give_up()
+            raise
+        window.add(weight)
+        window.saw(self._parameters)
+
+    def _open(self, device: torch.device) -> None:
+        """The first loss of a window is here: note the scale, drop gradients that others left."""
+        self._parameters, self._group_ends = flat(self.optimizers)
+        value = self.scale.value(device)
+        self.window.scale = self.scale.get() if is_host(device) else value.clone()
+        gradients.drop(self._parameters)
+
+    def give_up(self) -> None:
+        """Drop the window: its gradients, and what its forward passes wrote."""
+        self.guard.finish(1.0)
+        gradients.drop(self._parameters)
+        self.begin()
+
+    # -- a window ends --------------------------------------------------------------------------------------------
+
+    def close(self) -> Outcome:
+        """Step with what the window holds, or skip; drop the gradients; begin the next window."""
+        self.settler.settle()  # the step before: only now, so that the device has had this window's work to do
+        self.check_gradients()
+        try:
+            self._look_for_idle_optimizers()
+            found = self._inspect()
+            if found is None:
+                self.guard.finish(0.0)
+                return self.settler.no_gradients(self.window.num_micro_batches)
+            judgement = judge(self.window, found, self.clip_norm)
+            if not judgement.forbids_step:
+                self._step_optimizers(judgement)
+            return self._conclude(found, judgement)
+        finally:
+            self._end()
+
+    def _inspect(self) -> Inspection | None:
+        """One look at the gradients; None if there is none."""
+        grads = [p.grad for p in self._parameters]
+        if all(g is None for g in grads):
+            return None
+        return inspect(grads, largest=self.scale.needs_largest)
+
+    def _step_optimizers(self, judgement: Judgement) -> None:
+        divisor = judgement.divisor_tensor
+        for optimizer in self.optimizers:
+            for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
+                self.saturated = moved(self.saturated, count.device) + count
+
+    def _conclude(self, found: Inspection, judgement: Judgement) -> Outcome:
+        """The optimizers have stepped, or not: average, buffers and scale follow."""
+        window, found_inf = self.window, judgement.found_inf
+        if self.ema is not None and not judgement.forbids_step:
+            self.ema.update(judgement.found_inf_tensor)
+        missed = self.guard.finish(found_inf)
+        next_scale = self._update_scale(found, judgement)
+        self.settler.order.finish()
+        record = StepRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed)
+        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
+        if not isinstance(found_inf, Tensor):
+            return self.settler.known(record, Numbers(*map(float, numbers)))
+        dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
+        parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
+        return self.settler.sent(record, HostCopy(torch.stack(parts)))
+
+    def _update_scale(self, found: Inspection, judgement: Judgement) -> Number:
+        scale = self.window.scale
+        if isinstance(self.scale, NoScale):
+            return scale
+        home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+        now = self.scale.get() if judgement.is_known else self.scale.value(home)
+        # Another stepper may have lowered a shared scale meanwhile: an overflow at the old one is no news.
+        news = torch.as_tensor(judgement.found_inf * (scale <= now), dtype=torch.float32, device=home)
+        largest = None
+        if self.scale.needs_largest:  # the true gradient's, at the present scale
+            largest = (found.total_largest(home) * (now / judgement.plain)).float()
+        self.scale.update_(news, largest)
+        return self.scale.get() if judgement.is_known else self.scale.value(home)
+
+    def _end(self) -> None:
+        torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of the old weights
+        gradients.drop(self._parameters)
+        self.begin()
+
+    def _look_for_idle_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            has_gradients = any(p.grad is not None for p in parameters_of(optimizer))
+            self._idle.stepped(optimizer, self.settler.order, has_gradients=has_gradients)
+
+    # -- gradients for other purposes -----------------------------------------------------------------------------
+
+    def check_gradients(self) -> None:
+        """Raise CallOrderError if somebody wrote into scaled gradients, or the parameters are others now."""
+        now, before = flat(self.optimizers)[0], self._parameters
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            raise refusals.parameters_changed(len(before), len(now))
+        changed = [] if self.window.is_unscaled else self.window.changed(now)
+        if changed:
+            names = self.settler.order.names_of([now[i] for i in changed[:3]], [])
+            raise refusals.gradients_changed(names, len(changed))
+
+    def unscale_(self) -> None:
+        """Make the window's gradients the true mean, in place."""
+        found = self._inspect()
+        divisor = judge(self.window, found, None).divisor_tensor if found is not None else None
+        if divisor is not None:
+            divide_([p.grad for p in self._parameters if p.grad is not None], divisor)
+        self.window.is_unscaled = True
+
+    def take_gradients(self) -> dict[Tensor, Tensor]:
+        """The window's true gradients; the window begins again, and remembers whether they were finite."""
+        judgement = judge(self.window, inspect([p.grad for p in self._parameters]), None)
+        with torch.no_grad():
+            taken = {p: gradients.widened(p.grad) / judgement.divisor for p in self._parameters if p.grad is not None}
+        gradients.drop(self._parameters)
+        self.window = Window(self.size, first_pass_found_inf=judgement.found_inf)
+        return taken
+
+    # -- optimizers that evaluate the loss themselves -------------------------------------------------------------
+
+    def step_with_closure(self, backward: Callable[[], Tensor]) -> Outcome:
+        """Step an optimizer that evaluates the loss itself; undone whole if an evaluation is not finite.
+
+        Args:
+            backward: runs one micro-batch, forward and backward, and returns its loss.
+        """
+        self.settler.settle()
+        last: list[tuple[Inspection, Judgement]] = []
+
+        def evaluate() -> Tensor:
+            self.window = Window(1)
+            with torch.enable_grad():
+                loss = backward()
+            found = inspect([p.grad for p in self._parameters], largest=self.scale.needs_largest)
+            judgement = judge(self.window, found, None)
+            last[:] = [(found, judgement)]
+            if judgement.found_inf:
+                raise closures.BadEvaluation
+            if judgement.divisor_tensor is not None:
+                divide_([p.grad for p in self._parameters if p.grad is not None], judgement.divisor_tensor)
+            return loss.detach()
+
+        try:
+            closures.step_or_restore(self.optimizers[0], evaluate, lambda: bool(last[0][1].found_inf))
+            return self._conclude(*last[0])
+        except BaseException:
+            self.guard.finish(1.0)
+            raise
+        finally:
+            self._end()
