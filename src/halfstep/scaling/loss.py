@@ -15,25 +15,32 @@ from torch import Tensor
 from halfstep.errors import ArgumentError, CallOrderError
 
 
-def check_loss(loss: Tensor) -> None:
-    """Raise ArgumentError unless ``loss`` is a tensor of one element that backward can start from."""
+def check_loss(loss: Tensor, call: str = "backward") -> None:
+    """Raise ArgumentError unless ``loss`` is a real tensor of one element that backward can start from."""
     if not isinstance(loss, Tensor):
         raise ArgumentError(
-            asked=f"backward() of a {type(loss).__name__}",
+            asked=f"{call}() of a {type(loss).__name__}",
             true="backward starts from a tensor",
             why="a number has no graph",
             fix="pass the loss tensor, without .item()",
         )
     if loss.numel() != 1:
         raise ArgumentError(
-            asked=f"backward() of a loss of shape {tuple(loss.shape)}",
+            asked=f"{call}() of a loss of shape {tuple(loss.shape)}",
             true="a loss is one number",
             why="backward does not know how to weigh several",
             fix="reduce it first: loss.mean() or loss.sum()",
         )
+    if loss.is_complex():
+        raise ArgumentError(
+            asked=f"{call}() of a complex loss",
+            true=f"the loss is {loss.dtype}",
+            why="a complex number has no descent: smaller is not defined",
+            fix="take a real number of it: loss.abs(), or loss.real",
+        )
     if not loss.requires_grad:
         raise ArgumentError(
-            asked="backward() of a loss without a graph",
+            asked=f"{call}() of a loss without a graph",
             true="no parameter that requires a gradient took part in it, or it was detached",
             why="no gradient would reach any parameter",
             fix="check requires_grad of the parameters, and look for no_grad(), detach() or .item() on the way",

@@ -11,7 +11,7 @@ Not here: 16-bit gradients are summed by autograd in their own dtype.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +107,6 @@ def checked_weight(weight: Any) -> Number:
         raise refusals.bad_weight(weight)
     if isinstance(weight, Tensor) and not is_host(weight.device):
         return weight.detach().reshape(()).float()
-    number = float(weight)
-    if not 0.0 < number < math.inf:
+    if not 0.0 < weight <= sys.float_info.max:
         raise refusals.bad_weight(weight)
-    return number
+    return float(weight)

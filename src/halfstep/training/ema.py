@@ -150,6 +150,11 @@ class EMA:
         """Whether the model holds the averages now, inside :meth:`swapped`."""
         return self._is_swapped
 
+    def follows(self, model: nn.Module) -> bool:
+        """Whether every parameter that is averaged is this model's, wrapped or not."""
+        own = {id(parameter) for parameter in model.parameters()}
+        return all(slot.tensor is None or id(slot.tensor) in own for slot in self._parameters.values())
+
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:
         """Move every average one step towards its weight, and copy the buffers; or do nothing on a skipped step.

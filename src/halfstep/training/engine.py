@@ -63,6 +63,8 @@ class Engine:
         window = self.window
         if window.num_micro_batches == 0:
             self._open(loss.device)
+        else:
+            self.check_gradients()
         self.settler.order.learn(loss)
         try:
             torch.autograd.backward(gradients.scaled(loss, window.share(weight) * window.scale), inputs=inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ def drop(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
+def checked_inputs(inputs: Any, call: str) -> list[Tensor]:
+    """One tensor or several that can receive a gradient, as a list."""
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs) if isinstance(inputs, Iterable) else []
+    if not wanted or not all(isinstance(one, Tensor) and one.requires_grad for one in wanted):
+        raise refusals.bad_inputs(call, inputs)
+    return wanted
+
+
 @contextmanager
 def shifted(parameters: Iterable[Tensor], shifts: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Add shifts to some of the parameters; put their bits back when the block is left.
@@ -39,10 +48,15 @@ def shifted(parameters: Iterable[Tensor], shifts: Mapping[Tensor, Tensor]) -> It
     Raises:
         ArgumentError: a key is no parameter of them, or a shift has another shape; nothing is changed.
     """
+    if not isinstance(shifts, Mapping):
+        raise refusals.foreign_shift(shifts, None, is_known=False)
     known = {id(p) for p in parameters}
     for parameter, shift in shifts.items():
-        if id(parameter) not in known or shift.shape != parameter.shape:
-            raise refusals.foreign_shift(shift.shape, parameter.shape if id(parameter) in known else None)
+        is_known = id(parameter) in known
+        if not (is_known and isinstance(shift, Tensor) and shift.shape == parameter.shape):
+            raise refusals.foreign_shift(shift, parameter, is_known=is_known)
+        if shift.is_complex() and not parameter.is_complex():
+            raise refusals.foreign_shift(shift, parameter, is_known=True)
     before = {p: p.detach().clone() for p in shifts}
     torch.clear_autocast_cache()  # inside an open autocast, torch would go on using 16-bit copies of the old weights
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,6 +11,12 @@ from halfstep.errors import ArgumentError, CallOrderError, StateError, Unsupport
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's' if not noun.endswith('ch') else 'es'}"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} in {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
 
 
 # -- building a stepper -----------------------------------------------------------------------------------------------
@@ -44,6 +49,16 @@ def same_parameter_twice(optimizer: torch.optim.Optimizer, num_shared: int) -> A
         true=f"they share {_count(num_shared, 'parameter')}",
         why="it would be stepped twice with one gradient",
         fix="give each parameter to one optimizer",
+    )
+
+
+def no_parameters(optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """An optimizer that holds nothing."""
+    return ArgumentError(
+        asked=f"Stepper with {type(optimizer).__name__}",
+        true="the optimizer holds no parameters",
+        why="there is nothing to step",
+        fix="make it from the model's parameters(), or leave it out",
     )
 
 
@@ -86,6 +101,36 @@ def bad_clip_norm(value: object) -> ArgumentError:
         true="it is the largest L2 norm that the true gradient may have: a finite number above 0, or None",
         why="no gradient could be clipped to it",
         fix="pass clip_norm=1.0, or leave it out",
+    )
+
+
+def same_scheduler_twice(scheduler: object) -> ArgumentError:
+    """One scheduler, listed twice."""
+    return ArgumentError(
+        asked=f"Stepper(scheduler=[...]) with one {type(scheduler).__name__} twice",
+        true="each scheduler in the list is stepped once after each applied step",
+        why="the learning rate would move twice",
+        fix="list it once",
+    )
+
+
+def foreign_ema(ema: object) -> ArgumentError:
+    """The EMA follows another model."""
+    return ArgumentError(
+        asked=f"Stepper(ema={ema!r})",
+        true="it averages parameters that are not this model's",
+        why="it would be updated with weights that this stepper does not move",
+        fix="make it from the model that the stepper gets: halfstep.EMA(model)",
+    )
+
+
+def step_while_swapped(call: str) -> CallOrderError:
+    """A call between ``ema.swapped()`` and its end."""
+    return CallOrderError(
+        asked=f"{call}() inside ema.swapped()",
+        true="the model holds the averages now, and its own weights wait to be put back",
+        why="the averages would be trained, and then thrown away",
+        fix="leave the swapped() block first",
     )
 
 
@@ -183,11 +228,11 @@ def backward_after_unscale() -> CallOrderError:
     )
 
 
-def unscaled_already() -> CallOrderError:
+def unscaled_already(optimizers: Sequence[torch.optim.Optimizer]) -> CallOrderError:
     """A second ``unscale_``."""
     return CallOrderError(
         asked="unscale_() for the second time in one window",
-        true="this window's gradients are unscaled already",
+        true=f"the gradients of {', '.join(type(one).__name__ for one in optimizers)} are unscaled already",
         why="dividing by the scale twice makes them too small by that factor",
         fix="call unscale_() once, after the window's last backward(); step() ends the window",
     )
@@ -211,7 +256,8 @@ def gradients_changed(names: Sequence[str], num_changed: int) -> CallOrderError:
         asked="gradients that changed after backward()",
         true=f"those of {', '.join(names)}{others} were written or replaced since stepper.backward() left them",
         why="they are still multiplied by the scale: clipped or compared now they are off by that factor",
-        fix="pass clip_norm to the Stepper; or call stepper.unscale_() before touching them; leave zero_grad() out",
+        fix="pass clip_norm to the Stepper; or call stepper.unscale_() before touching them; leave zero_grad() out;"
+        " discard() drops this window",
     )
 
 
@@ -221,7 +267,7 @@ def parameters_changed(num_before: int, num_now: int) -> CallOrderError:
         asked="a step with other parameters than the window began with",
         true=f"it began with {num_before}, the optimizers hold {num_now} now",
         why="the new ones have not seen every micro-batch of this window",
-        fix="add or remove parameters after a step, when the window is empty",
+        fix="add or remove parameters after a step, when the window is empty; discard() drops this one",
     )
 
 
@@ -270,6 +316,26 @@ def closure_returned(result: object) -> ArgumentError:
     )
 
 
+def no_closure(closure: object) -> ArgumentError:
+    """``run`` of something that cannot be called."""
+    return ArgumentError(
+        asked=f"run({closure!r})",
+        true=f"a closure is called, and {type(closure).__name__} cannot be",
+        why="there is no forward pass to run",
+        fix="pass a function that returns the loss: stepper.run(lambda: loss_of(model(x), y))",
+    )
+
+
+def bad_inputs(call: str, inputs: object) -> ArgumentError:
+    """Gradients are wanted for something that cannot have one."""
+    return ArgumentError(
+        asked=f"{call}(inputs={type(inputs).__name__})",
+        true="inputs are a tensor or several, which require a gradient and took part in the loss",
+        why="no gradient could reach them",
+        fix="pass parameters, or a tensor made with requires_grad_()",
+    )
+
+
 def bad_retries(retries: object) -> ArgumentError:
     """Not a number of retries."""
     return ArgumentError(
@@ -310,6 +376,16 @@ def closure_optimizer(optimizer: torch.optim.Optimizer, call: str) -> CallOrderE
     )
 
 
+def retries_with_closure_optimizer(optimizer: torch.optim.Optimizer, retries: object) -> UnsupportedError:
+    """``run(retries)`` with LBFGS."""
+    return UnsupportedError(
+        asked=f"run(closure, retries={retries!r}) with {type(optimizer).__name__}",
+        true="its step evaluates the loss several times, and is undone whole when an evaluation is not finite",
+        why="there is no window of micro-batches that could be run again",
+        fix="leave retries out, and call run() again: the scale is lower then",
+    )
+
+
 def closure_optimizer_with(optimizer: torch.optim.Optimizer, option: str, why: str) -> UnsupportedError:
     """An option that cannot go together with an optimizer that evaluates the loss itself."""
     return UnsupportedError(
@@ -320,13 +396,12 @@ def closure_optimizer_with(optimizer: torch.optim.Optimizer, option: str, why: s
     )
 
 
-def foreign_shift(shape: Any, parameter_shape: Any | None) -> ArgumentError:
+def foreign_shift(shift: object, parameter: object, *, is_known: bool) -> ArgumentError:
     """``perturbed`` was given a shift that fits no parameter."""
-    is_known = parameter_shape is not None
+    whose = _kind(parameter) if is_known else f"{_kind(parameter)} that is no parameter of the optimizers"
     return ArgumentError(
         asked="perturbed(shifts)",
-        true=f"a shift of shape {tuple(shape)} is for "
-        + (f"a parameter of shape {tuple(parameter_shape or ())}" if is_known else "a parameter of another optimizer"),
+        true=f"a shift, {_kind(shift)}, is for {whose}",
         why="it could not be added to a weight and taken back",
         fix="build the shifts from take_gradients(), which has the parameters as keys",
     )

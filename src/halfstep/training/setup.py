@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
-import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,6 +36,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
     own, seen = {id(p) for p in model.parameters()}, set[int]()
     for one in optimizers:
         parameters = {id(p) for p in parameters_of(one)}
+        if not parameters:
+            raise refusals.no_parameters(one)
         if any(hasattr(p, "device_mesh") for p in parameters_of(one)):
             raise refusals.distributed_clipping()
         if parameters - own:
@@ -69,16 +71,22 @@ def checked_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...
     schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,) * (scheduler is not None)
     for one in schedulers:
         is_plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if is_plateau or not callable(getattr(one, "step", None)):
+        is_other = isinstance(one, (type, torch.optim.Optimizer)) or not hasattr(one, "state_dict")
+        if is_plateau or is_other or not callable(getattr(one, "step", None)):
             raise refusals.no_scheduler(one)
         owner = getattr(one, "optimizer", None)
         if owner is not None and not any(owner is optimizer for optimizer in optimizers):
             raise refusals.foreign_scheduler(one)
+        if sum(one is other for other in schedulers) > 1:
+            raise refusals.same_scheduler_twice(one)
     return schedulers
 
 
-def checked_size(accumulate: Any) -> int | None:
+def checked_size(accumulate: Any, optimizers: Optimizers) -> int | None:
     """Micro-batches of a window; None: it ends when it is flushed."""
+    if accumulate != 1 and needs_closure(optimizers[0]):
+        why = "each of its evaluations is a window of its own"
+        raise refusals.closure_optimizer_with(optimizers[0], "accumulate", why)
     return None if accumulate is None else checked_count(accumulate, "accumulate")
 
 
@@ -87,7 +95,7 @@ def checked_clip_norm(clip_norm: Any, optimizers: Optimizers) -> float | None:
     if clip_norm is None:
         return None
     is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if not is_number or not math.isfinite(clip_norm) or clip_norm <= 0:
+    if not is_number or not 0 < clip_norm <= sys.float_info.max:
         raise refusals.bad_clip_norm(clip_norm)
     for optimizer in optimizers:
         if needs_closure(optimizer):
@@ -96,10 +104,14 @@ def checked_clip_norm(clip_norm: Any, optimizers: Optimizers) -> float | None:
     return float(clip_norm)
 
 
-def checked_ema(ema: Any) -> EMA | None:
-    """An EMA or None."""
-    if ema is not None and not isinstance(ema, EMA):
+def checked_ema(ema: Any, model: nn.Module) -> EMA | None:
+    """An EMA of this model or None."""
+    if ema is None:
+        return None
+    if not isinstance(ema, EMA):
         raise refusals.no_ema(ema)
+    if not ema.follows(model):
+        raise refusals.foreign_ema(ema)
     return ema
 
 

@@ -69,18 +69,35 @@ def _checked(state: Mapping[str, Any], settler: Settler, ema: EMA | None) -> dic
     """The counts, if the parts are those of this set-up."""
     if state["version"] != VERSION:
         raise refusals.bad_state("this version reads another form", f"the state has version {state['version']!r}")
-    saved, own = len(state["schedulers"]), len(settler.schedulers)
-    if saved != own:
-        raise refusals.bad_state(
-            "each learning rate continues from its own scheduler", f"schedulers saved: {saved}, attached: {own}"
-        )
+    kinds: dict[str, Any] = {"scale": Mapping, "counts": Mapping, "schedulers": (list, tuple)}
+    for key, kind in kinds.items():
+        if not isinstance(state[key], kind):
+            raise refusals.bad_state(f"{key} cannot be read from it", f"{key} is a {type(state[key]).__name__}")
+    _check_schedulers(state["schedulers"], settler)
     if (state["ema"] is None) != (ema is None):
         has, lacks = ("the state", "this stepper") if ema is None else ("this stepper", "the state")
         raise refusals.bad_state("an average cannot be continued from nothing", f"{has} has an EMA, {lacks} has none")
     try:
+        if state["counts"].keys() != settler.log.state_dict().keys():
+            raise ValueError(f"the counts are {', '.join(map(str, state['counts'])) or 'missing'}")
         return valid_counts(dict(state["counts"]))
     except (TypeError, ValueError) as error:
         raise refusals.bad_state("a run cannot continue from these counts", str(error)) from error
+
+
+def _check_schedulers(saved: Any, settler: Settler) -> None:
+    own = [scheduler.state_dict() for scheduler in settler.schedulers]
+    if len(saved) != len(own):
+        raise refusals.bad_state(
+            "each learning rate continues from its own scheduler",
+            f"schedulers saved: {len(saved)}, attached: {len(own)}",
+        )
+    for theirs, ours in zip(saved, own, strict=True):
+        # torch's schedulers take over whatever they are given, word for word.
+        if not isinstance(theirs, Mapping) or not ours.keys() <= theirs.keys():
+            raise refusals.bad_state("a scheduler cannot continue from it", f"its state is {theirs!r}")
+        if isinstance(ours.get("last_epoch"), int) and not isinstance(theirs["last_epoch"], int):
+            raise refusals.bad_state("it is no count", f"a scheduler's last_epoch is {theirs['last_epoch']!r}")
 
 
 def _restore_scaler(state: Mapping[str, Any], scale: Scale, settler: Settler) -> None:

@@ -111,7 +111,7 @@ class Stepper:
         self.optimizers = setup.checked_optimizers(model, optimizer)
         self.model = model
         self.policy = setup.checked_policy(policy, self.optimizers, model)
-        self.ema = setup.checked_ema(ema)
+        self.ema = setup.checked_ema(ema, model)
         self.scale = setup.scale_for(self.policy, scale)
         warns, on_skip = setup.checked_on_overflow(on_overflow)
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
@@ -121,7 +121,8 @@ class Stepper:
         self.clip_norm, self.accumulate = clip_norm, accumulate
         self._needs_closure = setup.needs_closure(self.optimizers[0])
         self._forward_depth = 0
-        self._is_perturbed = self._has_mentioned_window = False
+        self._num_perturbed = 0  # blocks of perturbed() that are open
+        self._has_mentioned_window = self._is_evaluating = False
         if not _alive:
             atexit.register(_mention_lost_windows)
         _alive.add(self)
@@ -168,6 +169,7 @@ class Stepper:
         buffers put back.
         """
         self._check_backward(loss)
+        inputs = None if inputs is None else gradients.checked_inputs(inputs, "backward")
         self._engine.backward(loss, checked_weight(weight), inputs)
 
     def step(self) -> Outcome:
@@ -202,6 +204,14 @@ class Stepper:
         self._settler.settle()
         return outcome
 
+    def discard(self) -> None:
+        """Drop the present window: its gradients, and what its forward passes wrote into buffers. The way out where a
+        micro-batch cannot be used, and after an error that leaves a window behind.
+        """
+        if self._forward_depth > 0:
+            raise refusals.inside_forward("discard")
+        self._engine.give_up()
+
     def run(self, closure: Callable[..., Any], *args: Any, retries: int = 0) -> Outcome:
         """Forward, backward and step of one micro-batch; after an overflow run the window again with the lower scale.
 
@@ -219,8 +229,13 @@ class Stepper:
             ArgumentError: the closure returns no loss, or sees later batches when it is run again.
             CallOrderError: earlier micro-batches of the window cannot be run again.
         """
+        if not callable(closure):
+            raise refusals.no_closure(closure)
+        self._refuse_while_weights_are_others("run")
         if self._needs_closure:
-            return self._engine.step_with_closure(lambda: self._run_backward(retry.MicroBatch(closure, args)))
+            if retries != 0:
+                raise refusals.retries_with_closure_optimizer(self.optimizers[0], retries)
+            return self._step_with_closure(retry.MicroBatch(closure, args))
         if not retry.checked_retries(retries):
             return self._run_once(retry.MicroBatch(closure, args))
         micro_batch = retry.MicroBatch(closure, args)
@@ -230,8 +245,9 @@ class Stepper:
         if len(replay) != self._window.num_micro_batches:
             raise refusals.retries_in_part_of_window()
         micro_batch.remember_random_state(self._device)
+        self._run_backward(micro_batch)
         replay.append(micro_batch)
-        return self._retried(replay, self._run_once(micro_batch), retries)
+        return self._retried(replay, self.step(), retries)
 
     def _run_once(self, micro_batch: retry.MicroBatch) -> Outcome:
         self._run_backward(micro_batch)
@@ -244,6 +260,13 @@ class Stepper:
         micro_batch.loss = loss.detach()
         self.backward(loss, weight)
         return loss
+
+    def _step_with_closure(self, micro_batch: retry.MicroBatch) -> Outcome:
+        self._is_evaluating = True
+        try:
+            return self._engine.step_with_closure(lambda: self._run_backward(micro_batch))
+        finally:
+            self._is_evaluating = False
 
     def _retried(self, replay: list[retry.MicroBatch], outcome: Outcome, retries: int) -> Outcome:
         if self._window.num_micro_batches > 0:  # the window is not full yet
@@ -276,11 +299,11 @@ class Stepper:
 
         Raises:
             CallOrderError: there is no gradient, or they are unscaled already.
-            ArgumentError: a gradient is fp16, where small ones would become zero.
+            UnsupportedError: a gradient is fp16, where small ones would become zero; ``clip_norm`` clips them.
         """
         self._check_step("unscale_")
         if self._window.is_unscaled:
-            raise refusals.unscaled_already()
+            raise refusals.unscaled_already(self.optimizers)
         if self._window.num_micro_batches == 0:
             raise refusals.nothing_to_step("unscale_", 0, self.accumulate)
         self._engine.check_gradients()
@@ -315,12 +338,12 @@ class Stepper:
         Raises:
             ArgumentError: a key is no parameter of the optimizers, or a shift has another shape; nothing is changed.
         """
-        self._is_perturbed = True
+        self._num_perturbed += 1
         try:
             with gradients.shifted(setup.flat(self.optimizers)[0], shifts):
                 yield
         finally:
-            self._is_perturbed = False
+            self._num_perturbed -= 1
 
     def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True) -> Any:
         """True gradients that a loss can be made of (gradient penalties): ``torch.autograd.grad``, scaled and unscaled.
@@ -337,11 +360,14 @@ class Stepper:
         Raises:
             ArgumentError: ``outputs`` is not one number with a graph.
         """
-        check_loss(outputs)
+        check_loss(outputs, "grad")
+        wanted = gradients.checked_inputs(inputs, "grad")
         scale = self.scale.value(outputs.device)
         with torch.autocast(outputs.device.type, enabled=False):
-            wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-            scaled = torch.autograd.grad(gradients.scaled(outputs, scale), wanted, create_graph=create_graph)
+            loss = gradients.scaled(outputs, scale)
+            scaled = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+            if any(g is None for g in scaled):
+                raise refusals.bad_inputs("grad", inputs)
             unscaled = tuple(gradients.widened(g) / moved(scale, g.device) for g in scaled)
         return unscaled[0] if isinstance(inputs, Tensor) else unscaled
 
@@ -354,7 +380,7 @@ class Stepper:
 
     @accumulate.setter
     def accumulate(self, accumulate: int | None) -> None:
-        size = setup.checked_size(accumulate)
+        size = setup.checked_size(accumulate, self.optimizers)
         if self._window.is_open:
             raise refusals.size_inside_window(self._window.num_micro_batches)
         self._engine.size = self._window.size = size
@@ -451,15 +477,26 @@ class Stepper:
             raise refusals.backward_after_unscale()
         if not self._window.has_forward:
             raise refusals.backward_without_forward()
+        if self._needs_closure and not self._is_evaluating:
+            raise refusals.closure_optimizer(self.optimizers[0], "backward")
+        if self.ema is not None and self.ema.is_swapped:
+            raise refusals.step_while_swapped("backward")
         check_loss(loss)
 
     def _check_step(self, call: str) -> None:
-        if self._is_perturbed:
-            raise refusals.step_while_perturbed(call)
         if self._forward_depth > 0:
             raise refusals.inside_forward(call)
         if self._needs_closure:
             raise refusals.closure_optimizer(self.optimizers[0], call)
+        # In the middle of the second of two passes, step() may count a micro-batch.
+        if call != "step" or self._window.is_full:
+            self._refuse_while_weights_are_others(call)
+
+    def _refuse_while_weights_are_others(self, call: str) -> None:
+        if self._num_perturbed > 0:
+            raise refusals.step_while_perturbed(call)
+        if self.ema is not None and self.ema.is_swapped:
+            raise refusals.step_while_swapped(call)
 
     def _mention_open_window(self) -> None:
         if self._window.num_micro_batches > 0 and not self._has_mentioned_window:
