@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.scale import NoScale as NoScale
     from halfstep.scaling.scale import StaticScale as StaticScale
     from halfstep.training.ema import EMA as EMA
+    from halfstep.training.outcome import Outcome as Outcome
     from halfstep.training.stepper import Stepper as Stepper
 
 # Public name -> module that defines it. Loaded on first use, so that `import halfstep` costs next to nothing.
@@ -31,6 +32,7 @@ _PUBLIC = {
     "GradScaler": "halfstep.scaling.grad_scaler",
     "HalfstepError": "halfstep.errors",
     "NoScale": "halfstep.scaling.scale",
+    "Outcome": "halfstep.training.outcome",
     "Policy": "halfstep.policy",
     "StaticScale": "halfstep.scaling.scale",
     "Stepper": "halfstep.training.stepper",

@@ -61,7 +61,7 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_in
 
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure.
-        divisor: 0-dim fp32; None if the gradients are what they should be.
+        divisor: 0-dim, fp32 or fp64 (kernels take fp32); None if the gradients are what they should be.
         found_inf: 0-dim fp32, 0.0 or 1.0; None if the step is to be taken.
 
     Returns:
@@ -78,7 +78,7 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_in
 
 def _divided_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> None:
     if divides_in_kernel(optimizer):
-        step_in_kernel(optimizer, divisor, found_inf)
+        step_in_kernel(optimizer, None if divisor is None else divisor.float(), found_inf)
         return
     if found_inf is not None and found_inf.item() != 0:
         return

@@ -7,6 +7,7 @@ host is the device or an optimizer has to be told whether to step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,10 @@ class Engine:
         self._parameters: list[Tensor] = []
         self._group_ends: list[int] = []
         self._is_guarding = False
+        self._is_stepping = False
         self.begin()
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(_Watch(self))
 
     # -- a window opens and gathers -------------------------------------------------------------------------------
 
@@ -115,6 +119,7 @@ class Engine:
 
     def _step_optimizers(self, judgement: Judgement) -> None:
         divisor = judgement.divisor_tensor
+        self._is_stepping = True
         for optimizer in self.optimizers:
             for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
                 self.saturated = moved(self.saturated, count.device) + count
@@ -149,7 +154,13 @@ class Engine:
         self.scale.update_(news, largest)
         return self.scale.get() if judgement.is_known else self.scale.value(home)
 
+    def refuse_step_by_hand(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: it must be the engine that does it, while gradients are scaled."""
+        if self.window.num_micro_batches > 0 and not self._is_stepping:
+            raise refusals.step_by_hand(optimizer)
+
     def _end(self) -> None:
+        self._is_stepping = False
         torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of the old weights
         gradients.drop(self._parameters)
         self.begin()
@@ -199,6 +210,8 @@ class Engine:
         self.settler.settle()
         last: list[tuple[Inspection, Judgement]] = []
 
+        self._is_stepping = True
+
         def evaluate() -> Tensor:
             self.window = Window(1)
             with torch.enable_grad():
@@ -220,3 +233,15 @@ class Engine:
             raise
         finally:
             self._end()
+
+
+class _Watch:
+    """Hangs on an optimizer and lets nobody else step it with scaled gradients; keeps no engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.refuse_step_by_hand(optimizer)

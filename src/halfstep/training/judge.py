@@ -25,12 +25,14 @@ class Judgement(NamedTuple):
         plain: what makes the true gradient of the scaled one: scale times sum of weights.
         norm: L2 norm of the scaled gradient.
         divisor: what the step divides by: ``plain``, or more, to clip.
+        has_fp64: whether a gradient is fp64, so that a divisor in fp32 would cost it digits.
     """
 
     found_inf: Number
     plain: Number
     norm: Number
     divisor: Number
+    has_fp64: bool
 
     @property
     def is_known(self) -> bool:
@@ -39,10 +41,11 @@ class Judgement(NamedTuple):
 
     @property
     def divisor_tensor(self) -> Tensor | None:
-        """The divisor as optimizers take it, 0-dim fp32; None where it is known to be 1."""
+        """The divisor, 0-dim, fp32 unless a gradient is wider; None where it is known to be 1."""
+        dtype = torch.float64 if self.has_fp64 else torch.float32
         if isinstance(self.divisor, Tensor):
-            return self.divisor.float()
-        return None if self.divisor == 1.0 else torch.scalar_tensor(self.divisor, dtype=torch.float32, device="cpu")
+            return self.divisor.to(dtype)
+        return None if self.divisor == 1.0 else torch.scalar_tensor(self.divisor, dtype=dtype, device="cpu")
 
     @property
     def found_inf_tensor(self) -> Tensor | None:
@@ -74,4 +77,4 @@ def judge(window: Window, found: Inspection, clip_norm: float | None) -> Judgeme
         others = [torch.as_tensor(flag, device=home) for flag in window.flags()]
         flag = any_found_inf([*found.found_inf.values(), *others], home)
         found_inf = torch.zeros((), device=home) if flag is None else flag
-    return Judgement(found_inf, plain, norm, clipping_divisor(plain, norm, below_fp64, clip_norm))
+    return Judgement(found_inf, plain, norm, clipping_divisor(plain, norm, below_fp64, clip_norm), has_fp64)

@@ -249,6 +249,16 @@ def nothing_to_step(call: str, num_micro_batches: int, size: int | None) -> Call
     )
 
 
+def step_by_hand(optimizer: torch.optim.Optimizer) -> CallOrderError:
+    """``optimizer.step()`` by somebody else than the stepper, inside a window."""
+    return CallOrderError(
+        asked=f"{type(optimizer).__name__}.step() inside a window",
+        true="its gradients are the stepper's: multiplied by the scale, and not yet looked at",
+        why="the update would be too large by that factor, and inf or NaN would reach the weights",
+        fix="call stepper.step(), and leave optimizer.step() out of the loop",
+    )
+
+
 def gradients_changed(names: Sequence[str], num_changed: int) -> CallOrderError:
     """Somebody wrote into gradients that are still scaled."""
     others = f" and {num_changed - len(names)} more" if num_changed > len(names) else ""

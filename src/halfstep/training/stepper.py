@@ -159,6 +159,7 @@ class Stepper:
             loss: the mean loss of the micro-batch, one element, as the ``forward()`` block left it, not scaled.
             weight: what the micro-batch counts in the window's mean: a number above 0, such as its number of tokens;
                 None is 1. A tensor of one element on an accelerator is checked there, and a bad one skips the step.
+                Ranks of DistributedDataParallel must pass the same one, for it averages their gradients unweighted.
             inputs: tensors that alone are to receive gradients; None: every parameter behind the loss.
 
         Raises:
@@ -188,6 +189,7 @@ class Stepper:
             raise refusals.nothing_to_step("step", window.num_micro_batches, self.accumulate)
         if window.is_full:
             return self._engine.close()
+        self._engine.check_gradients()
         window.awaits_step = False
         return self._accumulating()
 
