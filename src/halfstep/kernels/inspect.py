@@ -131,14 +131,20 @@ class Inspection:
             )
         return answers
 
-    def faults(self) -> dict[int, FaultKind]:
-        """Position and kind of every gradient that is not finite. Reads on the host: for reports, not for steps."""
-        found: dict[int, FaultKind] = {}
-        for device, sizes in (self.norms or self.largest or {}).items():
-            for position, size in zip(self.positions[device], sizes.tolist(), strict=True):
-                if not math.isfinite(size):
-                    found[position] = "nan" if math.isnan(size) else "inf"
-        return found
+    def faults(self, sizes: Sequence[float] | None = None) -> dict[int, FaultKind]:
+        """Position and kind of every gradient that is not finite. Reads on the host: for reports, not for steps.
+
+        Args:
+            sizes: all norms, device after device, where the host has them already; nothing is read then.
+        """
+        if sizes is None:
+            sizes = [size for row in (self.norms or self.largest or {}).values() for size in row.tolist()]
+        positions = itertools.chain.from_iterable(self.positions.values())
+        return {
+            position: "nan" if math.isnan(size) else "inf"
+            for position, size in zip(positions, sizes, strict=True)
+            if not math.isfinite(size)
+        }
 
 
 def inspect(gradients: Sequence[Tensor | None], *, norm: bool = True, largest: bool = False) -> Inspection:

@@ -85,6 +85,15 @@ class Scale:
         """
         raise NotImplementedError
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the present state, for :meth:`put_back_where_`."""
+        return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def put_back_where_(self, condition: Tensor, before: dict[str, Tensor]) -> None:
+        """Return to an earlier state where ``condition`` (0-dim) is not 0; no value is read on the host."""
+        for name, tensor in self._state().items():
+            tensor.copy_(torch.where(condition != 0, before[name], tensor))
+
     # -- reading and setting --------------------------------------------------------------------------------------
 
     def value(self, device: torch.device) -> Tensor:

@@ -2,15 +2,17 @@
 
 Each micro-batch brings the gradient of its own mean loss, ``g_i``, and a weight ``w_i`` (1, or a number of tokens). The
 step is taken with ``sum(w_i * g_i) / sum(w_i)``, whatever the number of micro-batches turns out to be: a short last
-window needs no special treatment. Losses are multiplied by ``w_i / w_1`` on the way in, so that the scale keeps its
-meaning when weights are counts of thousands, and the sum is divided by ``sum(w_i) / w_1`` together with the scale. A
-window keeps the scale it began with: who else moves that scale meanwhile does not matter.
+window needs no special treatment. Losses are multiplied by ``w_i / unit`` on the way in, so that the scale keeps its
+meaning when weights are counts of thousands, and the sum is divided by ``sum(w_i) / unit`` together with the scale. The
+unit is the power of two next below the window's first weight: it changes no digit of a weight. A window keeps the scale
+it began with: who else moves that scale meanwhile does not matter.
 
 Not here: 16-bit gradients are summed by autograd in their own dtype.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,8 +42,8 @@ class Window:
     scale: Number = 1.0  # of the losses of this window; known once the first one is scaled
     is_unscaled: bool = False
     first_pass_found_inf: Number | None = None  # of an earlier pass over the same window (SAM)
-    _first_weight: Number = 1.0
-    _weight: Number = 0.0  # sum of w_i / w_1
+    _unit: Number = 1.0
+    _weight: Number = 0.0  # sum of w_i / unit
     _is_weight_bad: Tensor | None = None
     _seen: list[tuple[int, int] | None] = field(default_factory=list)
 
@@ -61,16 +63,14 @@ class Window:
         return self.scale * self._weight
 
     def share(self, weight: Number) -> Number:
-        """``weight`` in units of the window's first one."""
-        if self.num_micro_batches > 0:
-            return weight / self._first_weight
-        return weight / weight if isinstance(weight, Tensor) else 1.0
+        """``weight`` in the window's unit."""
+        return weight / (self._unit if self.num_micro_batches > 0 else _unit_of(weight))
 
     def add(self, weight: Number) -> None:
         """A micro-batch of this weight has gone through backward."""
         share = self.share(weight)
         if self.num_micro_batches == 0:
-            self._first_weight = weight
+            self._unit = _unit_of(weight)
         if isinstance(weight, Tensor):  # only the device knows it: a bad one must not reach the weights either
             is_bad = ~((weight > 0) & torch.isfinite(weight))
             self._is_weight_bad = is_bad if self._is_weight_bad is None else self._is_weight_bad | is_bad
@@ -92,6 +92,13 @@ class Window:
     def changed(self, parameters: Sequence[Tensor]) -> list[int]:
         """Positions of the parameters whose gradients are not as backward left them."""
         return [i for i, (p, seen) in enumerate(zip(parameters, self._seen, strict=True)) if _mark(p.grad) != seen]
+
+
+def _unit_of(weight: Number) -> Number:
+    """The power of two next below a weight."""
+    if isinstance(weight, Tensor):
+        return weight / (torch.frexp(weight).mantissa * 2.0)  # a mantissa is at least 1/2
+    return 2.0 ** (math.frexp(weight)[1] - 1)
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, int] | None:

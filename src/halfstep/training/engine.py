@@ -30,6 +30,9 @@ from halfstep.training.outcome import Outcome
 from halfstep.training.settle import Numbers, Settler, StepRecord
 from halfstep.training.setup import Optimizers, flat
 
+# How many engines have used a scale: where it is one alone, its windows always have the present scale.
+_num_users: weakref.WeakKeyDictionary[Scale, int] = weakref.WeakKeyDictionary()
+
 
 class Engine:
     """The window of a stepper, and what a window does to weights, buffers, average and scale."""
@@ -46,6 +49,7 @@ class Engine:
         self._is_guarding = False
         self._is_stepping = False
         self.begin()
+        _num_users[scale] = _num_users.get(scale, 0) + 1
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(_Watch(self))
 
@@ -96,6 +100,7 @@ class Engine:
     def close(self) -> Outcome:
         """Step with what the window holds, or skip; drop the gradients; begin the next window."""
         self.settler.settle()  # the step before: only now, so that the device has had this window's work to do
+        self.guard.learn()
         self.check_gradients()
         try:
             self._look_for_idle_optimizers()
@@ -138,7 +143,8 @@ class Engine:
             return self.settler.known(record, Numbers(*map(float, numbers)))
         dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
         parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
-        return self.settler.sent(record, HostCopy(torch.stack(parts)))
+        norms = [moved(row, found_inf.device).to(dtype) for row in (found.norms or {}).values()]
+        return self.settler.sent(record, HostCopy(torch.cat([torch.stack(parts), *norms])))
 
     def _update_scale(self, found: Inspection, judgement: Judgement) -> Number:
         scale = self.window.scale
@@ -147,11 +153,17 @@ class Engine:
         home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
         now = self.scale.get() if judgement.is_known else self.scale.value(home)
         # Another stepper may have lowered a shared scale meanwhile: an overflow at the old one is no news.
-        news = torch.as_tensor(judgement.found_inf * (scale <= now), dtype=torch.float32, device=home)
+        is_stale = judgement.found_inf * (scale > now)
+        if isinstance(is_stale, float) and is_stale:
+            return now
         largest = None
         if self.scale.needs_largest:  # the true gradient's, at the present scale
             largest = (found.total_largest(home) * (now / judgement.plain)).float()
-        self.scale.update_(news, largest)
+        before = self.scale.snapshot() if isinstance(is_stale, Tensor) and _num_users[self.scale] > 1 else None
+        self.scale.update_(torch.as_tensor(judgement.found_inf, dtype=torch.float32, device=home), largest)
+        if before is not None:
+            assert isinstance(is_stale, Tensor)
+            self.scale.put_back_where_(is_stale, before)
         return self.scale.get() if judgement.is_known else self.scale.value(home)
 
     def refuse_step_by_hand(self, optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,9 @@ module, has left its values alone. A mask or a table of positions costs its byte
 a module in training mode are always copied. A buffer that a module replaces, instead of writing into it, is its own
 copy. Later windows look at version counters only, which torch's batch norm does not move when it runs eagerly (2.13).
 
+A forward pass that makes running statistics inf while its gradients stay finite is no skip: the step is applied, and
+the statistics stay.
+
 A buffer that changes for the first time in a later window (a codebook that is refreshed now and then) was not copied
 that time; if just that window is skipped, a warning says so, and from then on it is copied.
 """
@@ -22,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from halfstep._compat import local_part, moved
+from halfstep._compat import HostCopy, is_host, local_part, moved
 from halfstep.scaling.unscale import Number
 
 
@@ -92,11 +95,10 @@ class BufferGuard:
         # module -> (name of its buffer, training mode) -> whether some window changed it
         self._changes: MutableMapping[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
         self._remembered: list[_Remembered] = []
-        self._unread: list[tuple[_Remembered, bool | Tensor]] = []  # what the last window taught
+        self._travelling: list[tuple[_Remembered, HostCopy]] = []  # whether values have changed, known to the device
 
     def remember(self) -> None:
         """A window begins: copy what its forward passes may change."""
-        self._learn()
         with torch.no_grad():
             self._remembered = [
                 _Remembered(
@@ -118,26 +120,42 @@ class BufferGuard:
         missed = [one for one in self._remembered if one.was_seen_changing and one.saved is None]
         with torch.no_grad():
             for one in self._remembered:
-                if one.was_seen_changing or (one.value is not None and not self._always_changes(one.module)):
-                    self._unread.append((one, one.has_new_values()))
+                if one.was_seen_changing:
+                    self._note(one, True)
+                elif one.value is not None and self._is_unknown(one):
+                    self._compare(one)
                 one.put_back(found_inf)
-        for one, _ in self._unread:
-            one.value = None
+                one.value = None
         self._remembered = []
         return [self._full_name(one) for one in missed]
+
+    def learn(self) -> None:
+        """Take in what earlier windows have found on their devices; to be called once those have had the time."""
+        for one, flag in self._travelling:
+            self._note(one, flag.read() != [0.0])
+        self._travelling = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes held in copies now."""
         return sum(one.value.nbytes for one in self._remembered if one.value is not None)
 
-    def _learn(self) -> None:
-        """Read what the last window found; the device has long had time to find it."""
-        for one, has_changed in self._unread:
-            seen = self._changes.setdefault(one.module, {})
-            key = (one.name, one.was_training)
-            seen[key] = bool(has_changed) or seen.get(key, False)
-        self._unread = []
+    def _compare(self, one: _Remembered) -> None:
+        """Values are compared once for each buffer and mode: batch norm moves no version counter."""
+        has_changed = one.has_new_values()
+        if is_host(one.buffer.device):
+            self._note(one, bool(has_changed))
+        else:
+            self._travelling.append((one, HostCopy(torch.as_tensor(has_changed, dtype=torch.float32).reshape(1))))
+
+    def _note(self, one: _Remembered, has_changed: bool) -> None:
+        seen = self._changes.setdefault(one.module, {})
+        key = (one.name, one.was_training)
+        seen[key] = has_changed or seen.get(key, False)
+
+    def _is_unknown(self, one: _Remembered) -> bool:
+        known = self._changes.get(one.module, {})
+        return not self._always_changes(one.module) and (one.name, one.was_training) not in known
 
     def _may_change(self, module: nn.Module, name: str) -> bool:
         if self._always_changes(module):

@@ -50,9 +50,9 @@ class StepRecord:
     found: Inspection | None
     missed_buffers: list[str] = field(default_factory=list)
 
-    def culprit(self, order: ParameterOrder) -> Culprit | None:
-        """Who was at fault. Reads the device."""
-        faults = self.found.faults() if self.found is not None else {}
+    def culprit(self, order: ParameterOrder, norms: list[float] | None) -> Culprit | None:
+        """Who was at fault; the norms of the gradients, if they have arrived, tell without another read."""
+        faults = self.found.faults(norms) if self.found is not None else {}
         return order.culprit(self.parameters, faults, self.group_ends) if faults else None
 
 
@@ -87,11 +87,13 @@ class Settler:
 
     def known(self, record: StepRecord, numbers: Numbers) -> Outcome:
         """A step whose numbers the host has."""
-        return Outcome(self._arrived(record, numbers))
+        facts = self.facts(record, numbers, None)
+        self.act(facts, record, numbers)
+        return Outcome(facts)
 
     def sent(self, record: StepRecord, numbers: HostCopy) -> Outcome:
-        """A step whose numbers will arrive."""
-        self._pending = _Sent(record, numbers, self._arrived)
+        """A step whose numbers will arrive, and behind them the norms of its gradients."""
+        self._pending = _Sent(record, numbers, self)
         return Outcome(settle=self._pending.arrive)
 
     def no_gradients(self, num_micro_batches: int) -> Outcome:
@@ -100,16 +102,8 @@ class Settler:
         self.log.record([StepOutcome("no_gradients")], 1.0, 1.0)
         return Outcome(facts)
 
-    def _arrived(self, record: StepRecord, numbers: Numbers) -> Facts:
-        facts = self._facts(record, numbers)
-        outcome = StepOutcome("skipped", facts.culprit) if facts.kind == "skipped" else StepOutcome("applied")
-        try:
-            self.log.record([outcome], numbers.scale, numbers.next_scale)
-        finally:  # also where the log's warning is an error
-            self._tell(facts, record.missed_buffers)
-        return facts
-
-    def _facts(self, record: StepRecord, numbers: Numbers) -> Facts:
+    def facts(self, record: StepRecord, numbers: Numbers, norms: list[float] | None) -> Facts:
+        """What the numbers say."""
         is_skipped = numbers.found_inf != 0
         return Facts(
             kind="skipped" if is_skipped else "applied",
@@ -118,8 +112,16 @@ class Settler:
             scale=numbers.scale,
             grad_norm=numbers.norm / numbers.plain,
             clip_coefficient=1.0 if is_skipped else numbers.plain / numbers.divisor,
-            culprit=record.culprit(self.order) if is_skipped else None,
+            culprit=record.culprit(self.order, norms) if is_skipped else None,
         )
+
+    def act(self, facts: Facts, record: StepRecord, numbers: Numbers) -> None:
+        """Count, warn, step schedulers, call back. May raise what on_repeat or a callback raises."""
+        outcome = StepOutcome("skipped", facts.culprit) if facts.kind == "skipped" else StepOutcome("applied")
+        try:
+            self.log.record([outcome], numbers.scale, numbers.next_scale)
+        finally:  # also where the log's warning is an error
+            self._tell(facts, record.missed_buffers)
 
     def _tell(self, facts: Facts, missed_buffers: list[str]) -> None:
         if facts.kind == "applied":
@@ -139,9 +141,8 @@ class Settler:
 class _Sent:
     """A step that the host has not heard of yet."""
 
-    def __init__(self, record: StepRecord, numbers: HostCopy, act: Callable[[StepRecord, Numbers], Facts]) -> None:
-        self._waiting: tuple[StepRecord, HostCopy, Callable[[StepRecord, Numbers], Facts]] | None
-        self._waiting = (record, numbers, act)
+    def __init__(self, record: StepRecord, numbers: HostCopy, settler: Settler) -> None:
+        self._waiting: tuple[StepRecord, HostCopy, Settler] | None = (record, numbers, settler)
         self._facts: Facts | None = None
 
     @property
@@ -150,9 +151,13 @@ class _Sent:
         return self._waiting is not None
 
     def arrive(self) -> Facts:
-        """Wait, act, and let go of everything but the facts; acts once, even if acting raises."""
+        """Wait, act, and let go of everything but the facts. Acts once, even if acting raises."""
         if self._waiting is not None:
-            (record, numbers, act), self._waiting = self._waiting, None
-            self._facts = act(record, Numbers(*numbers.read()))
-        assert self._facts is not None, "settling this step has raised"
+            (record, sent, settler), self._waiting = self._waiting, None
+            arrived = sent.read()
+            count = len(Numbers._fields)
+            numbers = Numbers(*arrived[:count])
+            self._facts = settler.facts(record, numbers, arrived[count:])
+            settler.act(self._facts, record, numbers)
+        assert self._facts is not None
         return self._facts
