@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.compare.measure import footprint, gradient_stats, saved_bytes
+from halfstep.compare.measure import footprint, gradient_stats, saved_bytes, storage_bytes
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -39,7 +39,7 @@ def test_bytes_of_adam_are_sixteen_per_parameter_plus_its_step_counters():
     optimizer.step()
     with saved_bytes(model) as saved:
         pass
-    held = footprint(model, optimizer, saved)
+    held = footprint(model, [optimizer], storage_bytes(p.grad for p in model.parameters()), saved)
     assert (held.num_parameters, held.parameter_bytes, held.gradient_bytes) == (1010, 4040, 4040)
     assert held.state_bytes == 2 * 4040 + 2 * 4  # two moments, and one fp32 step count for each of two tensors
     assert held.bytes_per_parameter == (4 * 4040 + 8) / 1010

@@ -13,6 +13,7 @@ from halfstep.compare import plot_gradients, plot_style
 from halfstep.compare.plot_gradients import lesson
 from halfstep.compare.plot_style import spread
 from halfstep.compare.plots import pictures
+from halfstep.compare.regimes import REGIMES
 from halfstep.compare.trainer import CurvePoint
 from halfstep.compare.words import words_in
 
@@ -102,6 +103,45 @@ def test_bars_add_up_to_the_bytes(study):
         + row.peak_activation_bytes
     )
     assert f"  {total / 1024:,.0f} KiB" in texts(figure)
+
+
+def with_regime(study, old, new):
+    """The study with one regime's runs and rows under another's name."""
+
+    def rename(entries):
+        return tuple(dataclasses.replace(entry, regime=new) if entry.regime == old else entry for entry in entries)
+
+    regimes = tuple(REGIMES[new] if regime.name == old else regime for regime in study.settings.regimes)
+    settings = dataclasses.replace(study.settings, regimes=regimes)
+    return dataclasses.replace(study, settings=settings, rows=rename(study.rows), runs=rename(study.runs))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "bars"),
+    [
+        ("bf16", "bf16", ["fp32", "fp16, any scale", "bf16"]),
+        ("fp16-unscaled", "bf16-true", ["fp32", "bf16-true", "fp16, any scale", "bf16"]),
+        ("fp16-unscaled", "wrong-update-between", ["fp32", "fp16, any scale", "bf16"]),
+    ],
+)
+def test_there_is_one_bar_per_policy(study, old, new, bars):
+    figure = drawn(with_regime(study, old, new), "bytes")
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == bars
+    assert "weights" in texts(figure)
+
+
+def test_bars_stand_in_the_order_of_the_table(study):
+    again = [dataclasses.replace(row, regime="fp16-dynamic") for row in study.rows if row.regime == "fp16-unscaled"]
+    regimes = (*study.settings.regimes, REGIMES["fp16-dynamic"])
+    settings = dataclasses.replace(study.settings, regimes=regimes)
+    figure = drawn(dataclasses.replace(study, settings=settings, rows=(*study.rows, *again)), "bytes")
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["fp32", "fp16, any scale", "bf16"]
+
+
+def test_every_regime_has_a_look_of_its_own():
+    looks = [plot_style.style_of(name) for name in REGIMES]
+    assert plot_style.style_of("my-own") not in looks
+    assert len({(look.color, look.dash) for look in looks}) == len(REGIMES)
 
 
 @given(st.lists(st.floats(-0.2, 1.2), max_size=14).map(sorted))

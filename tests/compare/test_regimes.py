@@ -2,10 +2,12 @@
 
 import pickle
 
+import pytest
 import torch
 
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.tasks import TASKS
+from halfstep.policy import Policy
 
 
 def test_every_regime_of_the_study_is_there():
@@ -21,6 +23,22 @@ def test_first_scales():
     assert first["fp16-dynamic"] == 2.0**14
 
 
+@pytest.mark.filterwarnings("ignore:bf16-true keeps no masters")
+def test_every_regime_names_a_policy_that_says_what_it_does():
+    for name, regime in REGIMES.items():
+        policy = Policy.parse(regime.policy)
+        assert policy.compute_dtype == regime.format.dtype, name
+        assert (policy.param_dtype == regime.format.dtype) is (regime.has_half_weights or name == "fp32"), name
+    assert REGIMES["bf16-true"].policy == "bf16-true"
+    assert REGIMES["bf16"].policy == "bf16-mixed"
+
+
+def test_mistakes_are_marked_and_the_rest_is_not():
+    assert [name for name, regime in REGIMES.items() if regime.mistake] == [
+        name for name in REGIMES if name.startswith("wrong-")
+    ]
+
+
 def test_two_runs_share_no_scale():
     regime = REGIMES["fp16-dynamic"]
     scale = regime.build_scale()
@@ -28,8 +46,8 @@ def test_two_runs_share_no_scale():
     assert regime.build_scale().get() == 2.0**14
 
 
-def test_fp32_is_the_only_regime_without_autocast():
-    assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32"]
+def test_fp32_and_16_bit_weights_are_the_only_regimes_without_autocast():
+    assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32", "bf16-true"]
     assert REGIMES["bf16"].autocast_dtype is torch.bfloat16
     assert REGIMES["fp16-dynamic"].autocast_dtype is torch.float16
 

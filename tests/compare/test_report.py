@@ -1,6 +1,7 @@
 """The report on disk: complete or not there, and in need of nothing else."""
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -8,7 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from halfstep.compare import report, table
+from halfstep.compare import cells, report, table
+from halfstep.compare.regimes import REGIMES
 from halfstep.compare.report import check_report, write_report
 from halfstep.compare.words import words_in
 from halfstep.errors import ArgumentError
@@ -119,6 +121,100 @@ def no_drawing(monkeypatch):
         return {"picture": picture, "source": "data:image/png;base64,eA=="}
 
     monkeypatch.setattr(report, "_write_picture", write)
+
+
+@pytest.fixture
+def page_of(tmp_path, no_drawing):
+    """Writes a study; returns the page's text and its table at a glance, row by row."""
+
+    def write(study, code="en"):
+        write_report(study, tmp_path, words_in(code))
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        parsed(text)
+        glance = text[text.index('<table class="overview">') : text.index("</table>")]
+        return text, [row.split("</tr>")[0] for row in glance.split("<tr")[1:]]
+
+    return write
+
+
+def test_a_regime_that_a_task_does_not_show_leaves_the_columns_in_place(study, page_of):
+    fewer = [row for row in study.rows if (row.task, row.regime) != ("linear-small-units", "bf16")]
+    _, rows = page_of(dataclasses.replace(study, rows=tuple(fewer)))
+    head, *body = rows
+    assert [row.count("<td") for row in body] == [head.count("<th")] * len(body)
+    (bf16,) = [row for row in body if "<code>bf16</code>" in row]
+    first, second = bf16.split("<td")[2:]
+    assert "–" in first
+    assert 'title="not run on this task"' in first
+    assert "matches fp32" in second or "stalls" in second or "worse" in second
+
+
+def test_the_command_names_regimes_only_where_the_user_did(study, page_of):
+    assert "--regime fp16-unscaled" in page_of(study)[0]
+    settings = dataclasses.replace(study.settings, are_regimes_named=False)
+    text, _ = page_of(dataclasses.replace(study, settings=settings))
+    assert "--regime" not in text
+    assert "halfstep compare --task linear-small-units --task autoencoder --seeds 1" in text
+
+
+def test_the_heading_of_the_histogram_says_what_it_shows(study, page_of):
+    assert "Why fp16 needs a scale" in page_of(study)[0]
+    settings = dataclasses.replace(study.settings, tasks=study.settings.tasks[1:])  # the autoencoder alone
+    reference = study.runs_of("autoencoder")["fp32"]
+    healthy = tuple(dataclasses.replace(run, start_first_layer=reference.start_first_layer) for run in study.runs)
+    text = page_of(dataclasses.replace(study, settings=settings, runs=healthy))[0]
+    assert "Why fp16 needs no scale here" in text
+    assert "Why fp16 needs a scale" not in text
+
+
+def with_source(study, source):
+    """The study with a line on its data for the first task."""
+    first, *rest = study.settings.tasks
+    data = dataclasses.replace(first.build_data(), source=source)
+    tasks = (dataclasses.replace(first, build_data=lambda: data), *rest)
+    return dataclasses.replace(study, settings=dataclasses.replace(study.settings, tasks=tasks))
+
+
+@pytest.mark.parametrize(("code", "line"), [("en", "Read for it: 3 books, 1 MB."), ("zh", "所用数据：3 books, 1 MB。")])
+def test_what_a_task_read_stands_under_its_heading_and_under_its_table(study, page_of, code, line):
+    reading = with_source(study, "3 books, 1 MB")
+    text, _ = page_of(reading, code)
+    assert text.count(line) == printed(reading, code, 140).count(line) == 1
+    assert text.index('<h2 id="linear-small-units">') < text.index(line) < text.index('<h2 id="autoencoder">')
+    assert line[:4] not in page_of(study, code)[0]
+
+
+def with_mistake(study, old):
+    """The study with one regime's rows as those of a mistaken loop."""
+    new = "wrong-schedule-on-skip"
+    rows = tuple(
+        dataclasses.replace(row, regime=new, skipped_steps=2) if row.regime == old else row for row in study.rows
+    )
+    regimes = tuple(REGIMES[new] if regime.name == old else regime for regime in study.settings.regimes)
+    return dataclasses.replace(study, rows=rows, settings=dataclasses.replace(study.settings, regimes=regimes))
+
+
+def test_a_mistake_that_cost_nothing_is_admitted(study, page_of):
+    (steps,) = {row.num_steps for row in study.rows_of("linear-small-units")}
+    text, _ = page_of(with_mistake(study, "fp16-static-1024"))
+    assert f"nothing measurable here: wrong-schedule-on-skip (2 of their {steps} steps" in text
+    assert text.index("nothing measurable") < text.index('<h2 id="autoencoder">')
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"), [(1.6e-10, "0"), (-1.6e-10, "0"), (0.0, "0"), (2e-9, "+2e-09"), (-0.02, "−0.0200")]
+)
+def test_a_difference_that_is_rounding_alone_is_shown_as_none(study, change, shown):
+    row = dataclasses.replace(study.rows[1], metric=0.012, metric_difference_from_fp32=change)
+    assert cells.difference(row) == shown
+    assert cells.difference(dataclasses.replace(row, regime="fp32")) == "–"
+
+
+def test_a_mistake_that_cost_something_is_not_excused(study, page_of):
+    text, _ = page_of(with_mistake(study, "fp16-unscaled"))
+    section = text[text.index('<h2 id="linear-small-units">') : text.index('<h2 id="autoencoder">')]
+    assert "stalls" in section
+    assert "nothing measurable" not in section
 
 
 @pytest.mark.usefixtures("no_drawing")

@@ -1,5 +1,6 @@
 """What is asked for is checked, and what comes back is in the promised form."""
 
+import dataclasses
 import json
 import math
 
@@ -10,7 +11,8 @@ from halfstep.compare import timing
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.run import SCHEMA, compare
 from halfstep.compare.settings import choose
-from halfstep.compare.tasks import TASKS
+from halfstep.compare.tasks import TASKS, WRONG_REGIMES
+from halfstep.compare.text import library_text
 from halfstep.compare.verdict import Verdict
 from halfstep.errors import ArgumentError
 
@@ -83,14 +85,86 @@ def test_order_is_the_tables_and_not_the_askers():
 
 def test_the_full_study_and_its_quick_form():
     full, quick = choose(device="cpu"), choose(is_quick=True, device="cpu")
-    assert {task.name for task in full.tasks} == TASKS.keys() - {"autoencoder-short"}
-    assert set(full.regimes) == set(REGIMES.values())
+    by_name_only = {"autoencoder-short", "digits-sgd", "text", "text-small-lr"}
+    assert {task.name for task in full.tasks} == TASKS.keys() - by_name_only
+    assert [regime.name for regime in full.regimes] == [
+        "fp32", "fp16-unscaled", "fp16-static-8", "fp16-static-1024", "fp16-dynamic", "fp16-dynamic-from-8",
+        "fp16-dynamic-from-8-fast", "fp16-adaptive", "bf16",
+    ]  # fmt: skip
+    assert all(settings.regimes_of(task) == settings.regimes for settings in (full, quick) for task in settings.tasks)
     assert [task.name for task in quick.tasks] == ["linear", "linear-small-units", "autoencoder-short"]
     assert {"fp32", "fp16-unscaled", "fp16-dynamic"} <= {regime.name for regime in quick.regimes} < set(REGIMES)
 
 
+def names(regimes):
+    return [regime.name for regime in regimes]
+
+
+def test_a_task_with_regimes_of_its_own_shows_these_beside_a_task_without():
+    settings = choose(["linear", "digits-sgd"], device="cpu")
+    linear, digits = settings.tasks
+    assert names(settings.regimes_of(digits)) == ["fp32", "fp16-dynamic", *WRONG_REGIMES]
+    assert names(settings.regimes_of(linear)) == names(choose(["linear"], device="cpu").regimes)
+    assert names(settings.regimes) == [*names(settings.regimes_of(linear)), *WRONG_REGIMES]
+
+
+def test_in_quick_form_a_task_shows_those_of_its_regimes_that_are_meant_for_it():
+    settings = choose(["text"], is_quick=True, device="cpu")
+    assert names(settings.regimes_of(settings.tasks[0])) == ["fp32", "fp16-unscaled", "fp16-dynamic", "bf16"]
+
+
+def test_regimes_that_are_named_are_run_on_every_task():
+    settings = choose(["linear", "text"], ["bf16-true"], device="cpu")
+    assert [names(settings.regimes_of(task)) for task in settings.tasks] == [["fp32", "bf16-true"]] * 2
+
+
+def test_every_regime_of_a_task_exists_and_fp32_is_among_them():
+    for task in TASKS.values():
+        assert set(task.regimes) <= REGIMES.keys()
+        assert not task.regimes or "fp32" in task.regimes
+    assert tuple(name for name in REGIMES if name.startswith("wrong-")) == WRONG_REGIMES
+
+
+@pytest.mark.parametrize(
+    ("task", "regime", "lack"),
+    [
+        ("digits", "wrong-clip-before-unscale", "digits clips no gradients"),
+        ("digits", "wrong-schedule-on-skip", "digits keeps its learning rate"),
+        ("linear", "wrong-update-between", "linear has one parameter, which two optimizers cannot share"),
+    ],
+)
+def test_a_mistake_that_cannot_be_made_on_a_task_is_refused(task, regime, lack):
+    before = torch.get_rng_state()
+    with pytest.raises(ArgumentError) as caught:
+        choose([task], [regime], device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert caught.value.asked == f"the regime {regime!r} on the task {task!r}"
+    assert caught.value.true == lack
+    assert "a right loop under a wrong name" in caught.value.why
+    assert caught.value.fix == "choose a task that shows it: --task digits-sgd or --task text or --task text-small-lr"
+
+
+def test_a_mistake_that_can_be_made_is_not_refused():
+    for task, regime in (("digits", "wrong-update-between"), *(("digits-sgd", name) for name in WRONG_REGIMES)):
+        assert names(choose([task], [regime], device="cpu").regimes) == ["fp32", regime]
+
+
+def test_json_says_what_each_task_read_and_showed(study):
+    plain = dataclasses.replace(study, settings=choose(["linear", "digits-sgd", "text"], device="cpu")).as_plain()
+    tasks, regimes = plain["settings"]["tasks"], plain["settings"]["regimes"]
+    assert tasks["linear"]["data"] == ""
+    assert tasks["text"]["data"] == library_text().source
+    assert tasks["digits-sgd"]["regimes"] == ["fp32", "fp16-dynamic", *WRONG_REGIMES]
+    assert {regime for task in tasks.values() for regime in task["regimes"]} == regimes.keys()
+    assert (regimes["bf16-true"]["policy"], regimes["bf16-true"]["mistake"]) == ("bf16-true", None)
+    assert regimes["wrong-update-between"] == {
+        "format": "fp16", "policy": "fp16-mixed", "mistake": "update-between",
+        "scale": {"kind": "torch", "scale": 2.0**16, "growth_interval": 200},
+    }  # fmt: skip
+
+
 def test_a_task_asked_for_by_name_is_run_whatever_the_form():
-    for is_quick, name in ((False, "autoencoder-short"), (True, "digits")):
+    for is_quick, name in ((False, "autoencoder-short"), (True, "digits"), (True, "text"), (False, "digits-sgd")):
         (task,) = choose([name], is_quick=is_quick, device="cpu").tasks
         assert task.num_epochs(is_quick=is_quick) > 0
 

@@ -1,11 +1,18 @@
 """The tasks are what the report says they are."""
 
+import dataclasses
+import math
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 from halfstep.compare import tasks
-from halfstep.compare.tasks import NUM_TRAIN_DIGITS, SMALL_UNIT, TASKS
+from halfstep.compare.regimes import REGIMES
+from halfstep.compare.tasks import NUM_TRAIN_DIGITS, SMALL_UNIT, TASKS, Task
+from halfstep.compare.text import library_text
+from halfstep.compare.trainer import Trainer
 from halfstep.errors import MissingDependencyError
 from halfstep.formats import FP16
 
@@ -102,3 +109,98 @@ def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
         tasks._digits_table()
     assert "'sklearn' is not installed" in caught.value.true
     assert caught.value.fix == "pip install 'halfstep[cli]'"
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_split_and_its_windows_are_600_batches():
+    task = TASKS["text"]
+    data, text = task.build_data(), library_text()
+    assert len(data.train_x) == 600 * task.batch_size
+    assert task.epochs == 1
+    assert torch.equal(data.train_x[:, 1:], data.train_y[:, :-1])
+    assert torch.equal(data.test_x[:, 1:], data.test_y[:, :-1])
+    train, test = (bytes(x.flatten().tolist()) for x in (data.train_x[-1], data.test_x[0]))
+    assert (
+        train in text.train[-2 * len(data.train_x) :]
+    )  # up to the end of the training text, but for what is left over
+    assert test == text.held_out[:64]
+    assert data.source == text.source
+
+
+def test_seeds_change_the_order_of_the_windows_and_not_the_windows():
+    trainers = [Trainer(TASKS["text"], REGIMES["fp32"], seed, torch.device("cpu"), 1) for seed in (0, 0, 1)]
+    first, again, other = (torch.cat(list(trainer.batches(1))) for trainer in trainers)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(first.sort().values, torch.arange(9600))
+    assert torch.equal(trainers[0].data.train_x, trainers[2].data.train_x)
+    assert len(list(trainers[0].batches(1))) == 600
+
+
+def test_the_text_tasks_differ_in_the_learning_rate_only():
+    ours, slow = TASKS["text"], TASKS["text-small-lr"]
+    differing = {
+        field.name for field in dataclasses.fields(Task) if getattr(ours, field.name) != getattr(slow, field.name)
+    }
+    assert differing == {"name", "build_optimizer"}
+    rates = [task.build_optimizer(nn.Linear(1, 1).parameters()).defaults for task in (ours, slow)]
+    assert [rate.pop("lr") for rate in rates] == [1e-3, 1e-4]
+    assert rates[0] == rates[1]
+    assert rates[0]["betas"] == (0.9, 0.99)
+
+
+def test_the_text_tasks_are_there_by_name_only():
+    for name in ("text", "text-small-lr"):
+        assert not TASKS[name].is_shown(is_quick=True)
+        assert not TASKS[name].is_shown(is_quick=False)
+        assert TASKS[name].num_epochs(is_quick=True) == 1
+
+
+def test_the_schedule_of_the_text_starts_its_warm_up_and_other_tasks_have_none():
+    task = TASKS["text"]
+    optimizer = task.build_optimizer(nn.Linear(1, 1).parameters())
+    task.build_scheduler(optimizer, 600)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 50)
+    assert task.clip_norm == 1.0
+    for other in ("linear", "autoencoder", "digits"):
+        assert TASKS[other].build_scheduler is None
+        assert TASKS[other].clip_norm is None
+
+
+def test_the_task_for_mistakes_is_digits_with_another_loss_and_optimizer():
+    ours, other = TASKS["digits"], TASKS["digits-sgd"]
+    differing = {
+        field.name for field in dataclasses.fields(Task) if getattr(ours, field.name) != getattr(other, field.name)
+    }
+    assert differing == {
+        "name", "build_optimizer", "loss", "build_scheduler", "clip_norm", "in_full", "regimes"
+    }  # fmt: skip
+    output, target = torch.randn(8, 10), torch.arange(8)
+    assert other.loss(output, target).item() == pytest.approx(8 * ours.loss(output, target).item(), rel=1e-6)
+    optimizer = other.build_optimizer(nn.Linear(1, 1).parameters())
+    assert not optimizer.defaults["fused"]  # torch's fused SGD loses its momentum when the first step is skipped
+    other.build_scheduler(optimizer, 88)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 / 10)
+
+
+def test_the_best_guess_without_an_input_is_counted():
+    task = TASKS["text"]
+    data = task.build_data()
+    seen, held_out = Counter(data.train_y.flatten().tolist()), data.test_y.flatten().tolist()
+    total = seen.total() + 256
+    direct = -sum(math.log((seen[byte] + 1) / total) for byte in held_out) / len(held_out)
+    assert task.constant_metric(data) == pytest.approx(direct, rel=1e-12)
+    # A model that gives every position the logarithms of the frequencies has that error.
+    logits = torch.tensor([math.log((seen[byte] + 1) / total) for byte in range(256)])
+    output = logits.expand(*data.test_y.shape, 256)
+    assert task.metric(nn.Identity(), output, data) == pytest.approx(direct, rel=1e-5)
+
+
+def test_data_on_another_device_is_the_same_data():
+    data = TASKS["linear"].build_data()
+    moved = dataclasses.replace(data, source="a line").to(torch.device("meta"))
+    assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
+    assert moved.source == "a line"
+    assert TASKS["digits"].build_data().to(torch.device("meta")).truth is None

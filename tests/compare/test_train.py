@@ -12,6 +12,7 @@ from halfstep.compare.tasks import TASKS
 from halfstep.compare.train import train
 from halfstep.compare.trainer import Trainer
 from halfstep.compare.verdict import Verdict
+from halfstep.errors import PrecisionWarning
 from halfstep.scaling.scale import DynamicScale, StaticScale
 
 
@@ -104,12 +105,59 @@ def test_runs_of_one_seed_start_alike_and_of_two_seeds_do_not():
 
 
 def test_batches_depend_on_the_seed_alone_and_are_all_full():
-    trainers = [Trainer(TASKS["digits"], REGIMES["fp32"], seed, torch.device("cpu")) for seed in (0, 0, 1)]
+    trainers = [Trainer(TASKS["digits"], REGIMES["fp32"], seed, torch.device("cpu"), 1) for seed in (0, 0, 1)]
     orders = [torch.stack(list(trainer.batches(2))) for trainer in trainers]
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
     assert orders[0].shape == (2 * 11, 128)
     assert len(orders[0][:11].unique()) == 11 * 128  # no example twice in an epoch
+
+
+def test_bf16_true_keeps_weights_and_gradients_in_bf16_and_moments_in_fp32():
+    with pytest.warns(PrecisionWarning, match="bf16-true keeps no masters"):
+        trainer = Trainer(TASKS["text"], REGIMES["bf16-true"], 0, torch.device("cpu"), 600)
+    assert str(trainer._loop.stepper.policy) == "bf16-true"
+    trainer.backward(next(trainer.batches(1)))
+    assert {gradient.dtype for gradient in trainer.gradients()} == {torch.bfloat16}
+    assert trainer.step()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
+    (optimizer,) = trainer.optimizers
+    moments = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(list(trainer.model.parameters()))
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    assert trainer.scale() == 1.0
+
+
+def test_bf16_true_starts_from_fp32s_weights_rounded():
+    full = Trainer(TASKS["digits"], REGIMES["fp32"], 0, torch.device("cpu"), 88)
+    with pytest.warns(PrecisionWarning, match="bf16-true keeps no masters"):
+        half = Trainer(TASKS["digits"], REGIMES["bf16-true"], 0, torch.device("cpu"), 88)
+    for weight, rounded in zip(full.model.parameters(), half.model.parameters(), strict=True):
+        assert torch.equal(weight.bfloat16(), rounded)
+
+
+@pytest.mark.parametrize("task", ["linear", "autoencoder", "digits", "digits-sgd"])
+def test_bf16_true_trains_every_kind_of_model(task):
+    assert run(task, "bf16-true", epochs=1).is_finite
+
+
+@pytest.mark.parametrize(
+    ("regime", "bytes_per_element"), [("fp32", 4), ("fp16-dynamic", 4), ("bf16-true", 2), ("wrong-update-between", 4)]
+)
+def test_gradients_are_counted_although_the_step_drops_them(regime, bytes_per_element):
+    held = run("autoencoder", regime, epochs=1).footprint
+    assert held.gradient_bytes == bytes_per_element * held.num_parameters
+    assert held.parameter_bytes == bytes_per_element * held.num_parameters
+    assert held.state_bytes >= 8 * held.num_parameters  # two fp32 moments, 16-bit weights included
+    assert run("linear", "fp32", epochs=1).footprint.state_bytes == 0  # plain SGD has none
+
+
+def test_after_a_step_the_stepper_holds_no_gradient():
+    trainer = Trainer(TASKS["linear"], REGIMES["fp16-dynamic"], 0, torch.device("cpu"), 16)
+    trainer.backward(next(trainer.batches(1)))
+    assert len(trainer.gradients()) == 1
+    trainer.step()
+    assert trainer.gradients() == []
 
 
 def test_every_step_that_overflows_is_noted_and_not_taken():

@@ -11,6 +11,7 @@ import math
 from halfstep.compare.rows import Row, deviation
 from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
+from halfstep.formats import FP32
 
 
 def verdict(row: Row, words: Words) -> str:
@@ -70,8 +71,11 @@ def error(row: Row) -> str:
 
 
 def difference(row: Row) -> str:
-    """The metric minus fp32's of the same seed."""
-    return "–" if row.regime == "fp32" else signed(number(row.metric_difference_from_fp32))
+    """The metric minus fp32's of the same seed; zero where it is below what rounding the metric to fp32 leaves."""
+    if row.regime == "fp32":
+        return "–"
+    change = row.metric_difference_from_fp32
+    return "0" if abs(change) < FP32.epsilon * abs(row.metric) else signed(number(change))
 
 
 def skipped(row: Row) -> str:

@@ -142,29 +142,34 @@ _COPIES = {
 }
 
 
-def footprint(model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedBytes) -> Footprint:
+def footprint(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], gradient_bytes: int, saved: SavedBytes
+) -> Footprint:
     """Count the bytes of live storages, each once.
 
     Args:
-        model: with gradients still in place.
-        optimizer: after at least one step, so that its state exists.
+        model: its parameters count.
+        optimizers: after at least one step, so that their state exists.
+        gradient_bytes: of the gradients between backward and step, which are free again afterwards.
         saved: what a forward pass kept, from `saved_bytes`.
 
     Returns:
         The bytes by kind.
     """
     parameters = list(model.parameters())
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    state = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
     return Footprint(
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=_storage_bytes(parameters),
-        gradient_bytes=_storage_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-        state_bytes=_storage_bytes(state),
+        parameter_bytes=storage_bytes(parameters),
+        gradient_bytes=gradient_bytes,
+        state_bytes=storage_bytes(state),
         activation_bytes=sum(saved.activations.values()),
         weight_copy_bytes=sum(saved.weight_copies.values()),
     )
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

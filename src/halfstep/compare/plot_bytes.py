@@ -1,4 +1,4 @@
-"""Where are the bytes? What one training step holds, by kind, one bar per format."""
+"""Where are the bytes? What one training step holds, by kind, one bar per policy."""
 
 from __future__ import annotations
 
@@ -23,27 +23,32 @@ _PARTS = (
 
 
 def draw_bytes(study: Study, words: Words) -> Any:
-    """Bytes held in one training step, by kind; one bar per format, for fp16's regimes differ in the scale alone."""
+    """Bytes held in one training step, by kind; one bar per policy, for fp16's regimes differ in the scale alone."""
     groups = _byte_groups(study)
+    policies = _policies(study)
     height = 1.6 + sum(0.9 + 0.62 * len(rows) for _, rows in groups)
     figure, grid = new_figure(len(groups), 1, size=(SIZE[0], height), squeeze=False)
     figure.suptitle(words("plot.bytes_title"), x=0.012, ha="left", fontsize=20, fontweight="bold", color=INK)
     for axes, (task, rows) in zip(grid[:, 0], groups, strict=True):
-        _draw_bars(axes, rows, words)
+        _draw_bars(axes, rows, [_bar_name(policies[row.regime], words) for row in rows])
         title = words("plot.batch", task=words.name_of("task", task.name), size=task.batch_size)
         axes.set_title(title, fontsize=15)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
+    handles, keys = grid[0, 0].get_legend_handles_labels()
+    labels = [words(key) for key in keys]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=14)
     return figure
 
 
 def _byte_groups(study: Study) -> list[tuple[Task, list[Row]]]:
-    """Tasks worth a panel, each with one row per format; tasks whose bytes equal an earlier one's are left out."""
-    formats = {regime.name: regime.format.name for regime in study.settings.regimes}
+    """Tasks worth a panel, each with one row per policy; tasks whose bytes equal an earlier one's are left out."""
+    policies = _policies(study)
     groups: list[tuple[Task, list[Row]]] = []
     seen: set[tuple[int, ...]] = set()
     for task in study.settings.tasks:
-        rows = list({formats[row.regime]: row for row in reversed(study.rows_of(task.name))}.values())[::-1]
+        first: dict[str, Row] = {}
+        for row in study.rows_of(task.name):
+            first.setdefault(policies[row.regime], row)
+        rows = list(first.values())
         shape = tuple(getattr(row, part) for row in rows for _, part, *_ in _PARTS)
         if shape not in seen and max(shape) >= SMALLEST_BAR_BYTES:
             groups.append((task, rows))
@@ -51,13 +56,20 @@ def _byte_groups(study: Study) -> list[tuple[Task, list[Row]]]:
     return groups or [(study.settings.tasks[0], study.rows_of(study.settings.tasks[0].name)[:1])]
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row], words: Words) -> None:
-    names = [words("plot.fp16_any") if row.regime.startswith("fp16") else row.regime for row in rows]
+def _policies(study: Study) -> dict[str, str]:
+    return {regime.name: regime.policy for regime in study.settings.regimes}
+
+
+def _bar_name(policy: str, words: Words) -> str:
+    return words("plot.fp16_any") if policy == "fp16-mixed" else policy.removesuffix("-mixed")
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
     widest = max(sum(_kib(row, part) for _, part, *_ in _PARTS) for row in rows)
     left = [0.0] * len(rows)
     for key, part, color, ink in _PARTS:
         widths = [_kib(row, part) for row in rows]
-        axes.barh(names, widths, left=left, color=color, height=0.72, label=words(key), edgecolor="white", lw=1.2)
+        axes.barh(names, widths, left=left, color=color, height=0.72, label=key, edgecolor="white", lw=1.2)
         for y, (start, width) in enumerate(zip(left, widths, strict=True)):
             if width > 0.05 * widest:  # a narrower piece has no room for its number
                 axes.text(start + width / 2, y, f"{width:,.0f}", ha="center", va="center", fontsize=14, color=ink)

@@ -38,12 +38,16 @@ def lesson(study: Study) -> Task | None:
     None without an unscaled and a scaled fp16 run.
     """
     ranked = [
-        (runs[DAMAGED].start_first_layer.zero_share - runs[REFERENCE.name].start_first_layer.zero_share > 0.5,
-         runs[DAMAGED].footprint.num_parameters, task)
+        (loses_first_layer(runs), runs[DAMAGED].footprint.num_parameters, task)
         for task in study.settings.tasks
         if DAMAGED in (runs := study.runs_of(task.name)) and cure(runs) is not None
     ]  # fmt: skip
     return max(ranked, key=lambda entry: entry[:2])[2] if ranked else None
+
+
+def loses_first_layer(runs: dict[str, Run]) -> bool:
+    """Whether unscaled fp16 loses more than half of the first layer's gradient that fp32 has, at the first step."""
+    return runs[DAMAGED].start_first_layer.zero_share - runs[REFERENCE.name].start_first_layer.zero_share > 0.5
 
 
 def cure(runs: dict[str, Run]) -> Run | None:

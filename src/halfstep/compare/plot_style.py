@@ -45,6 +45,10 @@ _STYLES = {
     "fp16-dynamic-from-8-fast": Style("#882255", "-."),
     "fp16-adaptive": Style("#999933", ":", 3.2),
     "bf16": Style("#009E73"),
+    "bf16-true": Style("#009E73", "--", 3.2),
+    "wrong-clip-before-unscale": Style("#B22222", ":", 3.2),
+    "wrong-update-between": Style("#AA4499", ":", 3.2),
+    "wrong-schedule-on-skip": Style("#8C6D1F", ":", 3.2),
 }
 
 

@@ -1,8 +1,9 @@
-"""The regimes of the study: in which format forward and backward run, and how the loss is scaled.
+"""The regimes of the study: in which format forward and backward run, how the loss is scaled, in which order.
 
-Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. All keep fp32
-weights (torch.autocast casts copies of them) and all step through halfstep's scaler, the unscaled ones with
-``NoScale``, so that rows differ in precision and scale and in nothing else.
+Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. All but
+``bf16-true`` keep fp32 weights (torch.autocast casts copies of them), and all but the ``wrong-`` ones run on
+halfstep's Stepper, the unscaled ones with ``NoScale``, so that rows differ in precision and scale and in nothing else.
+The ``wrong-`` ones are loops written by hand around torch's GradScaler with one common mistake each (mistakes.py).
 
 Growth intervals: 2000 clean steps is every library's default and suits runs of 10**5 steps. The autoencoder's run has
 2200, so the ordinary dynamic regime here doubles every 200; the start from 8 is shown with both.
@@ -18,6 +19,7 @@ from functools import partial
 
 import torch
 
+from halfstep.compare.mistakes import GROWTH_INTERVAL, INIT_SCALE, Mistake
 from halfstep.formats import BF16, FP16, FP32, FloatFormat
 from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale, StaticScale
@@ -29,24 +31,48 @@ class Regime:
 
     Args:
         name: what the command line calls it.
-        format: format of autocast's matrix products; fp32 means no autocast.
-        build_scale: makes the loss scale of one run.
+        format: format of matrix products; fp32 means no autocast.
+        build_scale: makes the loss scale of one run. A mistaken loop has torch's own, which starts from the same.
         in_quick: whether the lecture demonstration shows it.
+        in_full: whether a task shows it without asking for it by name.
+        has_half_weights: whether the weights are in ``format`` as well, with no masters.
+        mistake: what its loop does wrong; None: it runs on the Stepper.
     """
 
     name: str
     format: FloatFormat
     build_scale: Callable[[], Scale]
     in_quick: bool = True
+    in_full: bool = True
+    has_half_weights: bool = False
+    mistake: Mistake | None = None
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that the Stepper runs under."""
+        if self.format == FP32:  # not `is`: a regime that was pickled has a copy
+            return "fp32"
+        return f"{self.format.name}-{'true' if self.has_half_weights else 'mixed'}"
+
+    def scale_settings(self) -> dict[str, object]:
+        """The scale's kind and numbers as JSON can hold them; a mistaken loop's are those of torch's GradScaler."""
+        if self.mistake is None:
+            return self.build_scale().state_dict()
+        return {"kind": "torch", "scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype autocast runs in, or None where the regime is plain fp32."""
-        return None if self.format == FP32 else self.format.dtype  # not `is`: a regime that was pickled has a copy
+        """The dtype autocast runs in, or None where there is nothing to cast."""
+        return None if self.format == FP32 or self.has_half_weights else self.format.dtype
 
 
 def _fp16(name: str, build_scale: Callable[[], Scale], *, in_quick: bool = True) -> Regime:
     return Regime(name, FP16, build_scale, in_quick)
+
+
+def _wrong(mistake: Mistake) -> Regime:
+    build_scale = partial(DynamicScale, INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    return Regime(f"wrong-{mistake.value}", FP16, build_scale, in_quick=False, in_full=False, mistake=mistake)
 
 
 REGIMES: dict[str, Regime] = {
@@ -56,10 +82,12 @@ REGIMES: dict[str, Regime] = {
         _fp16("fp16-unscaled", NoScale),
         _fp16("fp16-static-8", partial(StaticScale, 8.0), in_quick=False),
         _fp16("fp16-static-1024", partial(StaticScale, 1024.0), in_quick=False),
-        _fp16("fp16-dynamic", partial(DynamicScale, growth_interval=200)),
+        _fp16("fp16-dynamic", partial(DynamicScale, growth_interval=GROWTH_INTERVAL)),
         _fp16("fp16-dynamic-from-8", partial(DynamicScale, 8.0, growth_interval=2000), in_quick=False),
         _fp16("fp16-dynamic-from-8-fast", partial(DynamicScale, 8.0, growth_interval=200), in_quick=False),
         _fp16("fp16-adaptive", AdaptiveScale, in_quick=False),
         Regime("bf16", BF16, NoScale),
+        Regime("bf16-true", BF16, NoScale, in_quick=False, in_full=False, has_half_weights=True),
+        *map(_wrong, Mistake),
     )
 }

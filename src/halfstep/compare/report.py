@@ -22,13 +22,14 @@ from typing import Any
 
 from halfstep.compare import cells
 from halfstep.compare._extras import check_installed, need
-from halfstep.compare.plot_gradients import DAMAGED, cure
+from halfstep.compare.plot_gradients import DAMAGED, cure, loses_first_layer
 from halfstep.compare.plot_style import plot_words
 from halfstep.compare.plots import Picture, pictures
-from halfstep.compare.rows import limits_of
+from halfstep.compare.rows import Row, limits_of
 from halfstep.compare.run import Study
 from halfstep.compare.settings import REFERENCE
 from halfstep.compare.tasks import Task
+from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 from halfstep.errors import ArgumentError
 
@@ -130,6 +131,8 @@ class _Section:
     picture: str
     caption: str
     rows: list[Any]
+    source: str
+    free_mistakes: list[Row]
 
 
 def render_page(study: Study, shown: dict[str, dict[str, Any]], words: Words) -> str:
@@ -172,7 +175,15 @@ def _section(study: Study, task: Task, shown: dict[str, dict[str, Any]], words: 
         picture=shown[f"curves-{task.name}"]["source"],
         caption=words("curves_caption", metric=_sentence(words(f"{task.metric_name}_long"))),
         rows=study.rows_of(task.name),
+        source=task.build_data().source,
+        free_mistakes=_free_mistakes(study, task),
     )
+
+
+def _free_mistakes(study: Study, task: Task) -> list[Row]:
+    """Rows of mistaken loops that learned as well as fp32, which the page is to admit."""
+    mistaken = {regime.name for regime in study.settings.regimes if regime.mistake is not None}
+    return [row for row in study.rows_of(task.name) if row.regime in mistaken and row.verdict is Verdict.MATCHES]
 
 
 def _sentence(text: str) -> str:
@@ -186,6 +197,7 @@ def _captions(study: Study, shown: dict[str, dict[str, Any]], words: Words) -> d
         if picture.kind == "gradients" and picture.task is not None:
             title = words.name_of("task", picture.task.name)
             captions["gradients"] = words("gradients_caption", task=title, fact=_fact(study, picture.task, words))
+            captions["why"] = words("why" if loses_first_layer(study.runs_of(picture.task.name)) else "why_not")
             captions["scale"] = words("scale_caption", task=title)
     return captions
 
@@ -208,7 +220,7 @@ def _command(study: Study, words: Words) -> str:
     settings = study.settings
     parts = ["halfstep compare"]
     parts += [f"--task {task.name}" for task in settings.tasks]
-    parts += [f"--regime {regime.name}" for regime in settings.regimes]
+    parts += [f"--regime {regime.name}" for regime in settings.regimes if settings.are_regimes_named]
     parts += ["--quick"] if settings.is_quick else []
     parts += [f"--seeds {settings.num_seeds}", f"--device {settings.device.type}", f"--lang {words.code}"]
     return " ".join(parts)

@@ -25,7 +25,7 @@ from halfstep.compare.settings import REFERENCE, Settings, num_cores
 from halfstep.compare.tasks import Task, as_plain
 from halfstep.compare.timing import time_steps
 from halfstep.compare.train import Run, train
-from halfstep.compare.trainer import Precision, one_thread
+from halfstep.compare.trainer import Precision, num_steps, one_thread
 from halfstep.hardware import probe
 
 SCHEMA = 1
@@ -41,7 +41,7 @@ class Study:
     Args:
         settings: what was run.
         machine: plain facts about hardware and versions.
-        rows: one per task and regime, in the order of the settings.
+        rows: one per task and regime that it shows, in the order of the settings.
         runs: the single runs behind them.
     """
 
@@ -59,7 +59,15 @@ class Study:
         return [row for row in self.rows if row.task == task]
 
     def as_plain(self) -> dict[str, Any]:
-        """The study as JSON holds it; schema 1."""
+        """The study as JSON holds it; schema 1.
+
+        Returns:
+            ``schema``, ``machine``, ``rows`` (fields of `Row`; a task has rows for the regimes that it shows alone, so
+            not every pair has one) and ``settings``: ``quick``; ``seeds``; ``tasks`` by name, with the ``regimes`` that
+            each shows and the ``data`` that it read (empty where that is the same on every machine); ``regimes`` by
+            name, with ``format``, ``scale``, ``policy`` and ``mistake`` (None, or what its loop does wrong);
+            ``thresholds`` by task.
+        """
         settings = self.settings
         return {
             "schema": SCHEMA,
@@ -67,7 +75,7 @@ class Study:
             "settings": {
                 "quick": settings.is_quick,
                 "seeds": list(range(settings.num_seeds)),
-                "tasks": {task.name: as_plain(task) for task in settings.tasks},
+                "tasks": {task.name: _task_as_plain(task, settings) for task in settings.tasks},
                 "regimes": {regime.name: _regime_as_plain(regime) for regime in settings.regimes},
                 "thresholds": {task.name: asdict(limits_of(task)) for task in settings.tasks},
             },
@@ -132,8 +140,8 @@ class _Job:
     device: str
 
     def effort(self) -> tuple[int, bool]:
-        """What sorts jobs from short to long: epochs, then whether the arithmetic is emulated."""
-        return self.num_epochs, Precision(self.regime, torch.device(self.device)).is_emulated
+        """What sorts jobs from short to long: steps, then whether the arithmetic is emulated."""
+        return num_steps(self.task, self.num_epochs), Precision(self.regime, torch.device(self.device)).is_emulated
 
     def run(self) -> Run:
         return train(self.task, self.regime, self.seed, num_epochs=self.num_epochs, device=self.device)
@@ -144,7 +152,7 @@ def _jobs(settings: Settings) -> list[_Job]:
         _Job(task, regime, seed, task.num_epochs(is_quick=settings.is_quick), str(settings.device))
         for task in settings.tasks
         for seed in range(settings.num_seeds)
-        for regime in settings.regimes
+        for regime in settings.regimes_of(task)
     ]
 
 
@@ -170,14 +178,22 @@ def _in_processes(jobs: Sequence[_Job], num_jobs: int) -> Iterator[Run]:
 
 
 def _rows_of(task: Task, settings: Settings, runs: dict[tuple[str, str, int], Run]) -> Iterator[Row]:
-    seconds = time_steps(task, settings.regimes, device=settings.device)
+    regimes = settings.regimes_of(task)
+    seconds = time_steps(task, regimes, device=settings.device)
     seeds = range(settings.num_seeds)
     references = [runs[task.name, REFERENCE.name, seed] for seed in seeds]
-    for regime in settings.regimes:
+    for regime in regimes:
         ratio = seconds[regime.name] / seconds[REFERENCE.name] if regime.name in seconds else None
         ratio = 1.0 if regime == REFERENCE else ratio
         yield make_row(task, [runs[task.name, regime.name, seed] for seed in seeds], references, step_time_ratio=ratio)
 
 
+def _task_as_plain(task: Task, settings: Settings) -> dict[str, Any]:
+    shown = [regime.name for regime in settings.regimes_of(task)]
+    return {**as_plain(task), "regimes": shown, "data": task.build_data().source}
+
+
 def _regime_as_plain(regime: Regime) -> dict[str, Any]:
-    return {"format": regime.format.name, "scale": regime.build_scale().state_dict()}
+    mistake = None if regime.mistake is None else regime.mistake.value
+    scale = regime.scale_settings()
+    return {"format": regime.format.name, "policy": regime.policy, "scale": scale, "mistake": mistake}

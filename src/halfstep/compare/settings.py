@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from halfstep.compare.mistakes import Mistake
 from halfstep.compare.regimes import REGIMES, Regime
 from halfstep.compare.tasks import TASKS, Task
 from halfstep.errors import ArgumentError
@@ -32,6 +33,7 @@ class Settings:
         is_quick: whether each task is trained for its short form only.
         num_jobs: processes; 1 runs everything in this one.
         device: of all runs.
+        are_regimes_named: whether the user chose the regimes; else each task shows its own.
     """
 
     tasks: tuple[Task, ...]
@@ -40,6 +42,13 @@ class Settings:
     is_quick: bool
     num_jobs: int
     device: torch.device
+    are_regimes_named: bool = False
+
+    def regimes_of(self, task: Task) -> tuple[Regime, ...]:
+        """The regimes that a task is trained in."""
+        if self.are_regimes_named:
+            return self.regimes
+        return tuple(r for r in self.regimes if r == REFERENCE or _shows(task, r, is_quick=self.is_quick))
 
 
 def choose(
@@ -65,7 +74,7 @@ def choose(
         Settings for `compare`.
 
     Raises:
-        ArgumentError: a name is unknown or a number too small.
+        ArgumentError: a name is unknown, a number too small, or a mistake cannot be made on a task.
 
     Example:
         >>> settings = choose(["linear"], ["bf16"], num_jobs=1)
@@ -74,7 +83,11 @@ def choose(
     """
     place = _device(device)
     chosen_tasks = _pick(TASKS, tasks, "task") or [task for task in TASKS.values() if task.is_shown(is_quick=is_quick)]
-    chosen_regimes = _pick(REGIMES, regimes, "regime") or [r for r in REGIMES.values() if r.in_quick or not is_quick]
+    chosen_regimes = _pick(REGIMES, regimes, "regime") or [
+        regime for regime in REGIMES.values() if any(_shows(task, regime, is_quick=is_quick) for task in chosen_tasks)
+    ]
+    for task in chosen_tasks if regimes else ():
+        _check_mistakes(task, chosen_regimes)
     if REFERENCE not in chosen_regimes:
         chosen_regimes.insert(0, REFERENCE)
     if num_jobs is None:
@@ -86,7 +99,43 @@ def choose(
         is_quick=is_quick,
         num_jobs=_at_least_one(num_jobs, "jobs"),
         device=place,
+        are_regimes_named=bool(regimes),
     )
+
+
+def _shows(task: Task, regime: Regime, *, is_quick: bool) -> bool:
+    """Whether a task shows a regime without being asked for it by name."""
+    is_own = regime.name in task.regimes if task.regimes else regime.in_full
+    return is_own and (regime.in_quick or not is_quick)
+
+
+def _check_mistakes(task: Task, regimes: Sequence[Regime]) -> None:
+    """Refuse a mistake that a task leaves no room for: its loop would be a right one under a wrong name."""
+    for regime in regimes:
+        if regime.mistake is None or not (lack := _lack(task, regime.mistake)):
+            continue
+        able = [
+            other.name for other in TASKS.values() if not _lack(other, regime.mistake) and regime.name in other.regimes
+        ]
+        raise ArgumentError(
+            asked=f"the regime {regime.name!r} on the task {task.name!r}",
+            true=f"{task.name} {lack}",
+            why="the mistake cannot be made there, so the row would show a right loop under a wrong name",
+            fix=f"choose a task that shows it: --task {' or --task '.join(able)}",
+        )
+
+
+def _lack(task: Task, mistake: Mistake) -> str:
+    """What a task would need for a mistake to be possible; empty if nothing."""
+    if mistake is Mistake.CLIP_SCALED and task.clip_norm is None:
+        return "clips no gradients"
+    if mistake is Mistake.SCHEDULE_SKIPPED and task.build_scheduler is None:
+        return "keeps its learning rate"
+    if mistake is Mistake.UPDATE_BETWEEN:
+        with torch.random.fork_rng(devices=[]):
+            num_tensors = len(list(task.build_model().parameters()))
+        return "" if num_tensors > 1 else "has one parameter, which two optimizers cannot share"
+    return ""
 
 
 Named = TypeVar("Named")

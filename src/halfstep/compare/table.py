@@ -61,7 +61,7 @@ def _table(study: Study, task: Task, words: Words, *, without: Sequence[str]) ->
     columns = {key: column for key, column in _columns(rows, words).items() if key not in without}
     table = need("rich.table", "the table in the terminal").Table(
         title=f"[bold]{words.name_of('task', task.name)}[/]  [dim]{task.name}[/]",
-        caption=f"{words('error')}: {words(task.metric_name + '_long')}\n",
+        caption=_caption(task, words),
         title_style="",
         caption_style="dim",
         title_justify="left",
@@ -78,6 +78,15 @@ def _table(study: Study, task: Task, words: Words, *, without: Sequence[str]) ->
     for row in rows:
         table.add_row(*(cell(row) for _, cell in columns.values()))
     return table
+
+
+def _caption(task: Task, words: Words) -> str:
+    source = task.build_data().source
+    lines = [
+        f"{words('error')}: {words(task.metric_name + '_long')}",
+        *([words("source", source=source)] * bool(source)),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 _TWO_LINES = ("difference", "skipped", "scale", "time")

@@ -18,7 +18,7 @@ import torch
 
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Task
-from halfstep.compare.trainer import Precision, Trainer, one_thread
+from halfstep.compare.trainer import Precision, Trainer, num_steps, one_thread
 from halfstep.errors import HalfstepWarning
 
 NUM_TURNS = 9
@@ -39,10 +39,11 @@ def time_steps(task: Task, regimes: Sequence[Regime], *, device: torch.device) -
     native = [regime for regime in regimes if not Precision(regime, device).is_emulated]
     if len(native) < 2:
         return {}
-    trainers = {regime.name: Trainer(task, regime, 0, device) for regime in native}
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     with warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore", HalfstepWarning)
+        steps = num_steps(task, task.epochs)
+        trainers = {regime.name: Trainer(task, regime, 0, device, steps) for regime in native}
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
         for _ in range(NUM_TURNS):
             for name, trainer in trainers.items():
                 seconds[name].append(_turn(trainer))

@@ -24,10 +24,11 @@ from halfstep.compare.measure import (
     footprint,
     gradient_stats,
     saved_bytes,
+    storage_bytes,
 )
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Task
-from halfstep.compare.trainer import CurvePoint, Trainer
+from halfstep.compare.trainer import CurvePoint, Trainer, num_steps
 from halfstep.errors import HalfstepWarning
 
 NUM_CURVE_POINTS = 40  # at most; enough for a smooth curve, and an evaluation costs about as much as a step
@@ -90,6 +91,7 @@ class _Notes:
     scales: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     stats: list[GradientStats] = field(default_factory=list)  # first step, its first layer, last step
+    gradient_bytes: int = 0
     saved: SavedBytes = field(default_factory=SavedBytes)
 
 
@@ -114,11 +116,11 @@ def train(task: Task, regime: Regime, seed: int, *, num_epochs: int, device: tor
         (1.0, 0.0)
     """
     started = time.perf_counter()
-    trainer = Trainer(task, regime, seed, torch.device(device))
-    first_weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     notes = _Notes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HalfstepWarning)
+        trainer = Trainer(task, regime, seed, torch.device(device), num_steps(task, num_epochs))
+        first_weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         _loop(trainer, notes, num_epochs)
     weights = [parameter.detach() for parameter in trainer.model.parameters()]
     return Run(
@@ -131,10 +133,10 @@ def train(task: Task, regime: Regime, seed: int, *, num_epochs: int, device: tor
         start=notes.stats[0],
         start_first_layer=notes.stats[1],
         end=notes.stats[2],
-        footprint=footprint(trainer.model, trainer.optimizer, notes.saved),
+        footprint=footprint(trainer.model, trainer.optimizers, notes.gradient_bytes, notes.saved),
         moved_share=_moved_share(first_weights, weights),
         is_finite=all(bool(weight.isfinite().all()) for weight in weights),
-        final_scale=trainer.scaler.get_scale(),
+        final_scale=trainer.scale(),
         is_emulated=trainer.precision.is_emulated,
         duration_s=time.perf_counter() - started,
     )
@@ -146,13 +148,14 @@ def _loop(trainer: Trainer, notes: _Notes, num_epochs: int) -> None:
     for step, batch in enumerate(batches):
         if step % every == 0:
             notes.curve.append(trainer.evaluate(step))
-        notes.scales.append(trainer.scaler.get_scale())
+        notes.scales.append(trainer.scale())
         if step == 0:
             _first_backward(trainer, batch, notes)
         else:
             trainer.backward(batch)
         if step == len(batches) - 1:
             notes.stats.append(gradient_stats(trainer.gradients()))
+            notes.gradient_bytes = storage_bytes(trainer.gradients())
         if not trainer.step():
             notes.skipped.append(step)
     notes.curve.append(trainer.evaluate(len(batches)))

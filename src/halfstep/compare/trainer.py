@@ -1,27 +1,29 @@
-"""Model, optimizer and scaler of one run, and one step of it.
+"""Model and optimizers of one run, and one step of it.
 
-Purpose: the loop body that a user would write around ``halfstep.GradScaler``. Method: fp32 weights, autocast around
-the forward pass, scaled backward, ``step`` and ``update``. Where the CPU has no native arithmetic for the format,
-forward and backward run inside ``halfstep.emulate``. Not here: what is recorded on the way (train.py), time
+Purpose: the loop body that a user would write around ``halfstep.Stepper``. Method: the regime says under which policy
+and scale the Stepper runs, or which mistaken loop takes its place. Where the CPU has no native arithmetic for the
+format, forward and backward run inside ``halfstep.emulate``. Not here: what is recorded on the way (train.py), time
 (timing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.compare.mistakes import Mistake, MistakenLoop
 from halfstep.compare.regimes import Regime
 from halfstep.compare.tasks import Data, Task
 from halfstep.emulation import emulate
 from halfstep.formats import FloatFormat
 from halfstep.hardware import probe
-from halfstep.scaling.grad_scaler import GradScaler
+from halfstep.training.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -71,27 +73,79 @@ def _is_native_on_cpu(fmt: FloatFormat) -> bool:
     return fmt.name in probe("cpu").native_formats
 
 
+class StepperLoop:
+    """Forward, backward and step of one micro-batch on halfstep's Stepper."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+
+    def backward(self, loss_of: Callable[[], Tensor]) -> None:
+        """Forward and backward; leaves scaled gradients."""
+        with self.stepper.forward():
+            loss = loss_of()
+        self.stepper.backward(loss)
+
+    def step(self) -> bool:
+        """Clip, step, choose the next scale; returns whether the step was applied."""
+        return self.stepper.step().is_applied
+
+    def scale(self) -> float:
+        """The scale of the next loss."""
+        return self.stepper.scale.get()
+
+
 @dataclass
 class Trainer:
-    """Model, optimizer and scaler of one run, and one step of it."""
+    """Model and optimizers of one run, and one step of it."""
 
     task: Task
     regime: Regime
     seed: int
     device: torch.device
+    num_steps: int
     data: Data = field(init=False)
     model: nn.Module = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
-    scaler: GradScaler = field(init=False)
+    optimizers: Sequence[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
         # The first weights are drawn on the CPU: a seed means the same weights on every device.
         torch.manual_seed(self.seed)
         self.model = self.task.build_model().to(self.device)
+        if self.regime.has_half_weights:
+            self.model = self.model.to(self.regime.format.dtype)
         self.data = self.task.build_data().to(self.device)
-        self.optimizer = self.task.build_optimizer(self.model.parameters())
-        self.scaler = GradScaler(self.device.type, scale=self.regime.build_scale(), model=self.model)
         self.precision = Precision(self.regime, self.device)
+        self._loop = self._stepper_loop() if self.regime.mistake is None else self._mistaken_loop(self.regime.mistake)
+
+    def _stepper_loop(self) -> StepperLoop:
+        optimizer = self.task.build_optimizer(self.model.parameters())
+        self.optimizers = [optimizer]
+        stepper = Stepper(
+            *(self.model, optimizer),
+            policy=self.regime.policy,
+            scale=self.regime.build_scale(),
+            clip_norm=self.task.clip_norm,
+            scheduler=self._build_scheduler(optimizer) if self.task.build_scheduler else None,
+            on_overflow="ignore",
+            on_repeat="ignore",
+        )
+        return StepperLoop(stepper)
+
+    def _mistaken_loop(self, mistake: Mistake) -> MistakenLoop:
+        loop = MistakenLoop(
+            mistake,
+            self.model.parameters(),
+            build_optimizer=self.task.build_optimizer,
+            build_scheduler=self._build_scheduler if self.task.build_scheduler else None,
+            clip_norm=self.task.clip_norm,
+            autocast=self.precision.autocast,
+        )
+        self.optimizers = loop.optimizers
+        return loop
+
+    def _build_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        assert self.task.build_scheduler is not None
+        return self.task.build_scheduler(optimizer, self.num_steps)
 
     def batches(self, num_epochs: int) -> Iterator[Tensor]:
         """Indices of each batch, reshuffled at each epoch, in an order that depends on the seed alone.
@@ -106,29 +160,39 @@ class Trainer:
 
     def backward(self, batch: Tensor) -> None:
         """Forward and backward; leaves scaled gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
         with self.precision.arithmetic():
-            with self.precision.autocast():
-                loss = self.task.loss(self.model(self.data.train_x[batch]), self.data.train_y[batch])
-            self.scaler.scale(loss).backward()
+            self._loop.backward(lambda: self._loss(self.data.train_x[batch], self.data.train_y[batch])[0])
 
     def step(self) -> bool:
-        """Unscale, step, update the scale; returns whether the step was applied."""
-        self.scaler.step(self.optimizer)
-        applied = self.scaler.was_step_applied(self.optimizer)
-        self.scaler.update()
-        return applied
+        """Step, and choose the next scale; returns whether the step was applied."""
+        return self._loop.step()
+
+    def scale(self) -> float:
+        """The scale of the next loss."""
+        return self._loop.scale()
+
+    def _loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and output. A model with 16-bit weights wants 16-bit inputs; its loss is fp32, as under autocast."""
+        if self.regime.has_half_weights and x.is_floating_point():
+            x = x.to(self.regime.format.dtype)
+        output = self.model(x)
+        output = output.float() if self.regime.has_half_weights else output
+        return self.task.loss(output, y), output
 
     @torch.no_grad()
     def evaluate(self, step: int) -> CurvePoint:
         """Errors on the test data, in the regime's own arithmetic."""
         self.model.eval()
         with self.precision.arithmetic(), self.precision.autocast():
-            output = self.model(self.data.test_x)
-            loss = float(self.task.loss(output, self.data.test_y))
+            loss, output = self._loss(self.data.test_x, self.data.test_y)
         self.model.train()
-        return CurvePoint(step, loss, self.task.metric(self.model, output, self.data))
+        return CurvePoint(step, float(loss), self.task.metric(self.model, output, self.data))
 
     def gradients(self) -> list[Tensor]:
         """Gradients as they are, in the order of the parameters."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def num_steps(task: Task, num_epochs: int) -> int:
+    """Optimizer steps of a run."""
+    return len(task.build_data().train_x) // task.batch_size * num_epochs
