@@ -222,7 +222,7 @@ class Policy:
         Returns:
             The same structure.
         """
-        cast: T = _cast_floating(value, self.param_dtype if self.cast_forward_inputs else None)
+        cast: T = cast_floating(value, self.param_dtype if self.cast_forward_inputs else None)
         return cast
 
     def cast_output(self, value: T) -> T:
@@ -234,7 +234,7 @@ class Policy:
         Returns:
             The same structure.
         """
-        cast: T = _cast_floating(value, self.output_dtype)
+        cast: T = cast_floating(value, self.output_dtype)
         return cast
 
     def require_runnable(self, *, are_weights_cast: bool = False) -> None:
@@ -516,15 +516,16 @@ def _no_masters_text(policy: Policy) -> str:
     )
 
 
-def _cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in tuples, lists and dicts in another dtype, everything else as it is; None casts nothing."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return type(value)((key, _cast_floating(one, dtype)) for key, one in value.items())
+        return type(value)((key, cast_floating(one, dtype)) for key, one in value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes its fields one by one
-        return type(value)(*(_cast_floating(one, dtype) for one in value))
+        return type(value)(*(cast_floating(one, dtype) for one in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_cast_floating(one, dtype) for one in value)
+        return type(value)(cast_floating(one, dtype) for one in value)
     return value
