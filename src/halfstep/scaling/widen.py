@@ -22,6 +22,7 @@ from torch import Tensor
 from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, UnsupportedError, warn
 from halfstep.formats import format_of, saturating_cast
+from halfstep.kernels.gradients import gradient_of
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -35,7 +36,8 @@ def needs_widening(optimizer: torch.optim.Optimizer) -> bool:
     announces = getattr(optimizer, "_step_supports_amp_scaling", False)
     if announces and not isinstance(optimizer, _TORCH_FUSED):
         return False
-    return any(p.dtype in HALF_DTYPES and p.grad is not None for g in optimizer.param_groups for p in g["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.dtype in HALF_DTYPES and gradient_of(p) is not None for p in parameters)
 
 
 @dataclass(eq=False)
@@ -89,14 +91,16 @@ class Widened:
             (group, place, p)
             for group in self.optimizer.param_groups
             for place, p in enumerate(group["params"])
-            if p.dtype in HALF_DTYPES and p.grad is not None
+            if p.dtype in HALF_DTYPES and gradient_of(p) is not None
         ]
         _refuse_overlap([p for _, _, p in halves])
         narrowed: set[str] = set()
         try:
             for group, place, p in halves:
                 stand = _Stand(group, place, p, torch.nn.Parameter(p.detach().float()))
-                stand.wide.grad = _widened_gradient(p.grad)
+                gradient = gradient_of(p)
+                assert gradient is not None
+                stand.wide.grad = _widened_gradient(gradient)
                 self._stands.append(stand)
                 narrowed |= set(_widen_state(self.optimizer, p))
                 stand.enter(self.optimizer.state)

@@ -7,7 +7,7 @@ meaning when weights are counts of thousands, and the sum is divided by ``sum(w_
 unit is the power of two next below the window's first weight: it changes no digit of a weight. A window keeps the scale
 it began with: who else moves that scale meanwhile does not matter.
 
-Not here: 16-bit gradients are summed by autograd in their own dtype.
+Not here: in which dtype autograd's gradients are summed (kernels/gradients.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import is_host
+from halfstep.kernels.gradients import gradient_of
 from halfstep.scaling.unscale import Number
 from halfstep.training import refusals
 
@@ -87,11 +88,13 @@ class Window:
 
     def saw(self, parameters: Sequence[Tensor]) -> None:
         """Remember the gradients as backward left them."""
-        self._seen = [_mark(p.grad) for p in parameters]
+        self._seen = [_mark(gradient_of(p)) for p in parameters]
 
     def changed(self, parameters: Sequence[Tensor]) -> list[int]:
         """Positions of the parameters whose gradients are not as backward left them."""
-        return [i for i, (p, seen) in enumerate(zip(parameters, self._seen, strict=True)) if _mark(p.grad) != seen]
+        return [
+            i for i, (p, seen) in enumerate(zip(parameters, self._seen, strict=True)) if _mark(gradient_of(p)) != seen
+        ]
 
 
 def _unit_of(weight: Number) -> Number:

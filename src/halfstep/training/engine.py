@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._compat import HostCopy, has_float64, is_host, moved
+from halfstep.kernels.gradients import gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures
 from halfstep.scaling.scale import NoScale, Scale
@@ -24,6 +25,7 @@ from halfstep.scaling.window import IdleSteps, parameters_of
 from halfstep.training import gradients, refusals
 from halfstep.training.accumulate import Window
 from halfstep.training.ema import EMA
+from halfstep.training.fp32_sums import Fp32Sums
 from halfstep.training.guards import BufferGuard
 from halfstep.training.judge import Judgement, judge
 from halfstep.training.outcome import Outcome
@@ -43,7 +45,7 @@ class Engine:
         self.clip_norm: float | None = None
         self.size: int | None = 1  # of the next window
         self.saturated = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._idle = IdleSteps()
+        self._idle, self._sums = IdleSteps(), Fp32Sums(model)
         self._parameters: list[Tensor] = []
         self._group_ends: list[int] = []
         self._is_guarding = False
@@ -79,6 +81,7 @@ class Engine:
         except BaseException:
             self.give_up()
             raise
+        self._sums.finish(self._parameters)
         window.add(weight)
         window.saw(self._parameters)
 
@@ -88,6 +91,7 @@ class Engine:
         value = self.scale.value(device)
         self.window.scale = self.scale.get() if is_host(device) else value.clone()
         gradients.drop(self._parameters)
+        self._sums.watch(self._parameters, is_on=self.window.size != 1)
 
     def give_up(self) -> None:
         """Drop the window: its gradients, and what its forward passes wrote."""
@@ -117,10 +121,13 @@ class Engine:
 
     def _inspect(self) -> Inspection | None:
         """One look at the gradients; None if there is none."""
-        grads = [p.grad for p in self._parameters]
-        if all(g is None for g in grads):
+        found = [gradient_of(p) for p in self._parameters]
+        if all(gradient is None for gradient in found):
             return None
-        return inspect(grads, largest=self.scale.needs_largest)
+        return inspect(found, largest=self.scale.needs_largest)
+
+    def _gradients(self) -> list[Tensor]:
+        return [g for g in map(gradient_of, self._parameters) if g is not None]
 
     def _step_optimizers(self, judgement: Judgement) -> None:
         divisor = judgement.divisor_tensor
@@ -179,7 +186,7 @@ class Engine:
 
     def _look_for_idle_optimizers(self) -> None:
         for optimizer in self.optimizers:
-            has_gradients = any(p.grad is not None for p in parameters_of(optimizer))
+            has_gradients = any(gradient_of(p) is not None for p in parameters_of(optimizer))
             self._idle.stepped(optimizer, self.settler.order, has_gradients=has_gradients)
 
     # -- gradients for other purposes -----------------------------------------------------------------------------
@@ -199,14 +206,15 @@ class Engine:
         found = self._inspect()
         divisor = judge(self.window, found, None).divisor_tensor if found is not None else None
         if divisor is not None:
-            divide_([p.grad for p in self._parameters if p.grad is not None], divisor)
+            divide_(self._gradients(), divisor)
         self.window.is_unscaled = True
 
     def take_gradients(self) -> dict[Tensor, Tensor]:
         """The window's true gradients; the window begins again, and remembers whether they were finite."""
-        judgement = judge(self.window, inspect([p.grad for p in self._parameters]), None)
+        judgement = judge(self.window, inspect([gradient_of(p) for p in self._parameters]), None)
         with torch.no_grad():
-            taken = {p: gradients.widened(p.grad) / judgement.divisor for p in self._parameters if p.grad is not None}
+            found = ((p, gradient_of(p)) for p in self._parameters)
+            taken = {p: gradients.widened(g) / judgement.divisor for p, g in found if g is not None}
         gradients.drop(self._parameters)
         self.window = Window(self.size, first_pass_found_inf=judgement.found_inf)
         return taken
@@ -228,13 +236,13 @@ class Engine:
             self.window = Window(1)
             with torch.enable_grad():
                 loss = backward()
-            found = inspect([p.grad for p in self._parameters], largest=self.scale.needs_largest)
+            found = inspect([gradient_of(p) for p in self._parameters], largest=self.scale.needs_largest)
             judgement = judge(self.window, found, None)
             last[:] = [(found, judgement)]
             if judgement.found_inf:
                 raise closures.BadEvaluation
             if judgement.divisor_tensor is not None:
-                divide_([p.grad for p in self._parameters if p.grad is not None], judgement.divisor_tensor)
+                divide_(self._gradients(), judgement.divisor_tensor)
             return loss.detach()
 
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import moved
+from halfstep.kernels.gradients import drop_gradient
 from halfstep.scaling.unscale import Number
 from halfstep.scaling.widen import HALF_DTYPES
 from halfstep.training import refusals
@@ -30,7 +31,7 @@ def widened(tensor: Tensor) -> Tensor:
 def drop(parameters: Iterable[Tensor]) -> None:
     """Free the gradients."""
     for parameter in parameters:
-        parameter.grad = None
+        drop_gradient(parameter)
 
 
 def checked_inputs(inputs: Any, call: str) -> list[Tensor]:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from halfstep._compat import moved
 from halfstep.errors import HalfstepWarning, warn
+from halfstep.kernels.gradients import gradient_of
 from halfstep.policy import Policy
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.culprit import Culprit, ParameterOrder
@@ -310,7 +311,8 @@ class Stepper:
             raise refusals.nothing_to_step("unscale_", 0, self.accumulate)
         self._engine.check_gradients()
         for optimizer in self.optimizers:
-            if any(p.grad is not None and p.grad.dtype == torch.float16 for p in parameters_of(optimizer)):
+            found = [gradient_of(p) for p in parameters_of(optimizer)]
+            if any(gradient is not None and gradient.dtype == torch.float16 for gradient in found):
                 raise fp16_gradients(optimizer)
         self._engine.unscale_()
 

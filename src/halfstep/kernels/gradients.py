@@ -1,0 +1,38 @@
+"""The gradient of a parameter, wherever it is kept.
+
+torch keeps it in ``p.grad``, in the parameter's dtype. bf16 has 8 bits: a sum of micro-batches stops growing at 256
+times one of them. So a window of several micro-batches sums 16-bit gradients in fp32, in the attribute ``p.fp32_grad``,
+and frees each 16-bit one as soon as it is added: 4 bytes per parameter, and 2 for the largest gradient in flight.
+
+Not torch's ``grad_dtype``, which deepcopy and pickle drop and FSDP2 refuses.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The sum in fp32 if there is one, else ``.grad``."""
+    summed: Tensor | None = getattr(parameter, "fp32_grad", None)
+    return parameter.grad if summed is None else summed
+
+
+def add_to_fp32_sum(parameter: Tensor) -> None:
+    """Move ``.grad`` into the sum: one read of the 16-bit gradient, one read and write of the sum."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    summed: Tensor | None = getattr(parameter, "fp32_grad", None)
+    if summed is None:
+        parameter.fp32_grad = gradient.detach().float()  # type: ignore[attr-defined]
+    else:
+        summed.add_(gradient.detach())
+    parameter.grad = None
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """Free both."""
+    parameter.grad = None
+    if getattr(parameter, "fp32_grad", None) is not None:
+        del parameter.fp32_grad  # type: ignore[attr-defined]
