@@ -33,8 +33,9 @@ class Fp32Sums:
             return
         for parameter in parameters:
             if parameter.dtype in HALF_DTYPES and parameter.requires_grad and parameter not in self._handles:
-                hook = _Hook(weakref.ref(self))
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _Hook(weakref.ref(self))
+                )
 
     def add(self, parameter: Tensor) -> None:
         """A gradient has come into being."""
