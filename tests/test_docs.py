@@ -209,6 +209,9 @@ def test_docstring_examples(name):
 
 PUBLIC_WITH_EXAMPLES = (
     "GradScaler",
+    "Stepper",
+    "EMA",
+    "Outcome",
     "DynamicScale",
     "AdaptiveScale",
     "Policy",
