@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from halfstep import nn as nn
+    from halfstep import ops as ops
+    from halfstep.casting import cast_model as cast_model
     from halfstep.emulation import emulate as emulate
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.formats import FloatFormat as FloatFormat
     from halfstep.hardware import choose_dtype as choose_dtype
     from halfstep.hardware import probe as probe
+    from halfstep.nn import stabilize as stabilize
     from halfstep.policy import Policy as Policy
     from halfstep.scaling.adaptive import AdaptiveScale as AdaptiveScale
     from halfstep.scaling.grad_scaler import GradScaler as GradScaler
@@ -36,9 +40,13 @@ _PUBLIC = {
     "Policy": "halfstep.policy",
     "StaticScale": "halfstep.scaling.scale",
     "Stepper": "halfstep.training.stepper",
+    "cast_model": "halfstep.casting",
     "choose_dtype": "halfstep.hardware",
     "emulate": "halfstep.emulation",
+    "nn": "halfstep",
+    "ops": "halfstep",
     "probe": "halfstep.hardware",
+    "stabilize": "halfstep.nn",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__"])
@@ -47,6 +55,8 @@ __all__ = sorted([*_PUBLIC, "__version__"])
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    if _PUBLIC[name] == __name__:  # a module of functions, as torch.nn is one
+        return importlib.import_module(f"{__name__}.{name}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
