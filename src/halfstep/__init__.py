@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from halfstep.hardware import choose_dtype as choose_dtype
     from halfstep.hardware import probe as probe
     from halfstep.nn import stabilize as stabilize
+    from halfstep.optim.export import fp32_state_dict as fp32_state_dict
+    from halfstep.optim.masters import MasterWeights as MasterWeights
     from halfstep.policy import Policy as Policy
     from halfstep.scaling.adaptive import AdaptiveScale as AdaptiveScale
     from halfstep.scaling.grad_scaler import GradScaler as GradScaler
@@ -35,6 +37,7 @@ _PUBLIC = {
     "FloatFormat": "halfstep.formats",
     "GradScaler": "halfstep.scaling.grad_scaler",
     "HalfstepError": "halfstep.errors",
+    "MasterWeights": "halfstep.optim.masters",
     "NoScale": "halfstep.scaling.scale",
     "Outcome": "halfstep.training.outcome",
     "Policy": "halfstep.policy",
@@ -43,6 +46,7 @@ _PUBLIC = {
     "cast_model": "halfstep.casting",
     "choose_dtype": "halfstep.hardware",
     "emulate": "halfstep.emulation",
+    "fp32_state_dict": "halfstep.optim.export",
     "nn": "halfstep",
     "ops": "halfstep",
     "probe": "halfstep.hardware",

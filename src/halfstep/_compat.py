@@ -5,6 +5,8 @@ Each entry says what it is for and when it can go.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ __all__ = [
     "autocast_depth",
     "cpu_capabilities",
     "has_float64",
+    "has_foreign_step_hooks",
     "is_composite",
     "is_dense",
     "is_host",
@@ -76,13 +79,21 @@ class HostCopy:
         self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._numbers.copy_(numbers, non_blocking=True)
         self._event = torch.Event(numbers.device)
-        self._event.record()
+        # Named, because an event records on the current device's stream, which need not be this one's.
+        self._event.record(torch.accelerator.current_stream(numbers.device))
 
     def read(self) -> list[float]:
         """The numbers."""
         if self._event is not None:
             self._event.synchronize()
         return [float(number) for number in self._numbers.tolist()]
+
+
+def has_foreign_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether others than halfstep (``is_halfsteps``) look at an optimizer's gradients just before it steps."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    everywhere = getattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", {})
+    return any(not getattr(hook, "is_halfsteps", False) for hook in (*own.values(), *everywhere.values()))
 
 
 def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, factors: tuple[float, float, int]) -> None:

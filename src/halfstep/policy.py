@@ -237,16 +237,17 @@ class Policy:
         cast: T = cast_floating(value, self.output_dtype)
         return cast
 
-    def require_runnable(self, *, are_weights_cast: bool = False) -> None:
+    def require_runnable(self, *, with_stepper: bool = False) -> None:
         """Do nothing if this version can carry the policy out; else say what is missing.
 
         Args:
-            are_weights_cast: whether the caller sees to it that the weights have ``param_dtype`` already.
+            with_stepper: whether a Stepper is to carry it out, around weights that are cast already, and an optimizer
+                that keeps their masters; autocast alone can do less.
 
         Raises:
             UnsupportedError: a part of the policy has no machinery yet.
         """
-        missing = _missing_machinery(self, are_weights_cast=are_weights_cast)
+        missing = _missing_machinery(self, with_stepper=with_stepper)
         if missing:
             nearest = "bf16-mixed" if self.compute_dtype == torch.bfloat16 else "fp16-mixed"
             raise UnsupportedError(
@@ -351,15 +352,16 @@ def _refuse_contradictions(policy: Policy) -> None:
             raise ArgumentError(asked=asked, true="an option that cannot take effect is refused", why=why, fix=fix)
 
 
-def _missing_machinery(policy: Policy, *, are_weights_cast: bool) -> list[str]:
+def _missing_machinery(policy: Policy, *, with_stepper: bool) -> list[str]:
     """Parts of the policy that this version cannot carry out, each as "no ..."."""
     is_half = policy.param_dtype != torch.float32
+    kept = (Master.NONE, Master.FP32) if with_stepper else (Master.NONE,)
     parts = [
-        (policy.master is not Master.NONE, f"no {_spell(policy.master)} masters (halfstep.optim, MasterWeights)"),
-        (is_half and policy.master is Master.NONE and not are_weights_cast, "no casting of a model to 16-bit weights"),
+        (policy.master not in kept, f"no {_spell(policy.master)} masters (halfstep.optim, MasterWeights)"),
+        (is_half and policy.master is Master.NONE and not with_stepper, "no casting of a model to 16-bit weights"),
         (policy.moments is not Moments.FP32, f"no {_spell(policy.moments)} moments (halfstep.optim)"),
-        (policy.grad_dtype is not None, "no fp32 accumulation for 16-bit gradients (halfstep.Stepper)"),
-        (policy.buffer_dtype is not None, "no casting of buffers"),
+        (policy.grad_dtype is not None and not with_stepper, "no fp32 accumulation outside halfstep.Stepper"),
+        (policy.buffer_dtype is not None and not with_stepper, "no casting of buffers but by halfstep.cast_model"),
         (policy.reduce_dtype is not None, "no choice of dtype for reduction across ranks (halfstep.distributed)"),
     ]
     return [text for is_asked, text in parts if is_asked]

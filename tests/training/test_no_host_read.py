@@ -100,7 +100,7 @@ def fake_run(monkeypatch, patched, device, name, **options):
     log = []
     patched("HostCopy", type("Logged", (Sent,), {"log": log}))
 
-    def leave_gradients(loss, inputs=None):
+    def leave_gradients(loss, inputs=None, retain_graph=None):
         log.append(("backward", None))
         for w in model.weights:
             w.grad = torch.empty_like(w)

@@ -146,6 +146,9 @@ SAYS = {
     "no_parameters": (ArgumentError, "there is nothing to step", "make it from the model's parameters()"),
     "step_while_swapped": (CallOrderError, "the averages would be trained", "leave the swapped() block first"),
     "retries_with_closure_optimizer": (UnsupportedError, "that could be run again", "leave retries out"),
+    "no_masters": (ArgumentError, "updates smaller than half a unit", "halfstep.MasterWeights(optimizer)"),
+    "listed_twice": (ArgumentError, "counted twice in the norm", "from model.parameters()"),
+    "retries_on_several_ranks": (UnsupportedError, "paired wrongly", "leave retries out"),
     "bad_state": (StateError, "nothing was loaded", "load what Stepper.state_dict() of the same set-up saved"),
     "copied": (UnsupportedError, "another one's optimizer", "save state_dict(), and load it"),
     # Made elsewhere, reached through the stepper: arguments that it shares with scales and scalers.
@@ -345,13 +348,20 @@ def policies():
     ]:
         true = "a stepper wraps the forward pass, and does not call the model"
         yield "policy_option", "inside", build(**options), f"under a policy with {asked}", true, also
-    true = "it wants torch.bfloat16 weights, and 1.weight is torch.float32"
-    policy, asked = build(policy="bf16-true", **half_model(num_half=1)), "Stepper under the policy bf16-true"
+    true = "it wants torch.bfloat16 weights, and 0.weight is torch.float32"
+    policy, asked = build(policy="bf16-true", **half_model(num_half=0)), "Stepper under the policy bf16-true"
     yield "weights_of_another_dtype", "inside", policy, asked, true, ".to(torch.bfloat16)"
     for policy in (5, "nonsense", None, []):
         yield "", "inside", build(policy=policy), f"the policy {policy!r}", ""
-    for policy in ("bf16-master", "fp16-master"):
-        yield "", "inside", build(policy=policy), policy, ""  # fp32 weights: nothing here casts them
+    yield (
+        "weights_of_another_dtype",
+        "inside",
+        build(policy="fp16-master"),
+        "fp16-master",
+        "wants torch.float16 weights",
+    )
+    bare, true = build(policy="bf16-master", **half_model()), "it wants fp32 masters, and this optimizer keeps none"
+    yield "no_masters", "inside", bare, "Stepper under the policy bf16-master with SGD", true
     linear, half = nn.Linear(1, 1), half_model()["model"]
     optimizer, other = LBFGS([linear.weight]), SGD([linear.bias], 0.1)
     for option, options, also in [
@@ -594,6 +604,7 @@ def test_fp16_gradients_cannot_be_unscaled_in_place():
 def test_every_refusal_has_a_bad_call():
     """A new refusal needs a bad call above, or a test of its own."""
     alone = {"closure_optimizer", "distributed_clipping", "retries_with_closure_optimizer", *NOTICED_BY.values()}
+    alone |= {"retries_on_several_ranks", "listed_twice"}
     assert {one.refusal for one in BAD} | alone == {*REFUSALS, ""} == set(SAYS)
 
 
@@ -764,7 +775,7 @@ def test_discard_is_the_way_out_of_a_window_that_cannot_be_used(undisturbed):
             loss = run.model(X * 100).square().mean()
         run.stepper.backward(loss)
         run.model[0].weight.grad.mul_(2.0)
-        for name in ("step", "flush", "unscale_", "take_gradients"):
+        for name in ("flush", "unscale_", "take_gradients"):
             with pytest.raises(CallOrderError, match="discard"):
                 getattr(run.stepper, name)()
         run.stepper.discard()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import SkippedStepWarning
+from halfstep.errors import SkippedStepWarning, UnsupportedError
 
 OVERFLOWS_ABOVE = 2.0**12
 
@@ -145,8 +145,9 @@ def test_a_gradient_that_is_nan_at_every_scale_is_not_blamed_on_the_scale():
 
 def test_a_scale_that_cannot_fall_is_not_tried_again():
     for scale in (halfstep.NoScale(), halfstep.StaticScale(2.0**16), halfstep.DynamicScale(2.0**16, min_scale=2.0**16)):
-        model, stepper = make(scale=2.0)
-        stepper.scale = scale
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        stepper = halfstep.Stepper(model, optimizer, policy="fp32", scale=scale, on_overflow="ignore")
         calls = []
 
         def closure(x, model=model, calls=calls):
@@ -180,3 +181,29 @@ def test_an_exception_in_a_later_attempt_gives_the_window_up():
     assert stepper.num_micro_batches == 0
     assert all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
     assert stepper.run(loss_of, model, torch.randn(4, 3), retries=6).is_applied
+
+
+@pytest.mark.parametrize("accumulate", [None, 4])
+def test_a_window_that_flush_ends_is_run_again_too(accumulate):
+    model, stepper = make(accumulate=accumulate)
+    for _ in range(2):
+        assert stepper.run(loss_of, model, torch.randn(4, 3), retries=8).kind == "accumulating"
+    outcome = stepper.flush()
+    assert outcome.is_applied
+    assert outcome.num_micro_batches == 2
+    assert outcome.scale <= OVERFLOWS_ABOVE
+
+
+def test_several_ranks_are_refused(tmp_path):
+    """Each would decide by its own losses, and one might run its window again while another goes on."""
+    dist = pytest.importorskip("torch.distributed")
+    model, stepper = make()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert stepper.run(loss_of, model, torch.randn(4, 3), retries=8).is_applied
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_world_size", lambda: 2)
+            with pytest.raises(UnsupportedError, match="paired wrongly"):
+                stepper.run(loss_of, model, torch.randn(4, 3), retries=1)
+    finally:
+        dist.destroy_process_group()

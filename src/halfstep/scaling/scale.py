@@ -55,6 +55,7 @@ class Scale:
     # Written by __post_init__ and load_state_dict only: numbers while unplaced, 0-dim tensors afterwards.
     _numbers: dict[str, float | int] = field(init=False, repr=False, default_factory=dict)
     _tensors: dict[str, Tensor] | None = field(init=False, repr=False, default=None)
+    num_changes: int = field(init=False, repr=False, default=0)  # known to the host; several users notice each other
 
     def __post_init__(self) -> None:
         self._check()
@@ -160,6 +161,7 @@ class Scale:
         return self._numbers[name] if self._tensors is None else self._tensors[name].item()
 
     def _write(self, numbers: dict[str, float | int]) -> None:
+        self.num_changes += 1
         self._numbers.update(numbers)
         if self._tensors is not None:
             for name, number in numbers.items():

@@ -13,15 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._compat import has_foreign_step_hooks
+from halfstep.formats import FP32
 from halfstep.scaling import fused_sgd
 from halfstep.scaling.unscale import divide_
-from halfstep.scaling.widen import Widened, needs_widening
+from halfstep.scaling.widen import TORCH_FUSED, Widened, needs_widening
 from halfstep.scaling.window import parameters_of
 
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides gradients and skips steps by itself, told by ``grad_scale`` and ``found_inf``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    # Not getattr: a wrapper may answer for an inner optimizer, which would never see what is set on the wrapper.
+    announced = vars(optimizer).get("_step_supports_amp_scaling")
+    if announced is None:
+        announced = getattr(type(optimizer), "_step_supports_amp_scaling", False)
+    # torch's load_state_dict may switch fused off in the groups, and leaves the flag standing.
+    is_off = isinstance(optimizer, TORCH_FUSED) and not all(group["fused"] for group in optimizer.param_groups)
+    return bool(announced) and not is_off
 
 
 def step_in_kernel(
@@ -78,7 +86,11 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_in
 
 def _divided_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> None:
     if divides_in_kernel(optimizer):
-        step_in_kernel(optimizer, None if divisor is None else divisor.float(), found_inf)
+        if divisor is not None and has_foreign_step_hooks(optimizer):  # they expect to see true gradients
+            divide_([p.grad for p in parameters_of(optimizer) if p.grad is not None], divisor)
+            divisor = None
+        narrow = None if divisor is None else divisor.clamp(max=FP32.largest).float()
+        step_in_kernel(optimizer, narrow, found_inf)
         return
     if found_inf is not None and found_inf.item() != 0:
         return

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import has_float64, local_part, moved
-from halfstep.formats import FP32
 from halfstep.kernels.inspect import Inspection
 
 LARGEST_GRADIENT = 2.0**52  # Adagrad adds up squares for ever: 2**24 of 2**104 fit below fp32's largest value
+LARGEST_FP64_GRADIENT = 2.0**500  # its square, added up 2**23 times, fits below fp64's largest value
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_: with it a run that moves here keeps its numbers
 
 Number = float | Tensor  # a Python number where the host knows it, a 0-dim tensor where only the device does
@@ -46,12 +46,12 @@ def clipping_divisor(plain: Number, norm: Number, norm_below_fp64: Number, clip_
         clip_norm: largest norm that the true gradient may have; None clips nothing.
 
     Returns:
-        The divisor, fp64 where ``norm`` is; at most fp32's largest value.
+        The divisor, fp64 where ``norm`` is.
     """
-    divisor = _larger(plain, norm_below_fp64 / LARGEST_GRADIENT)
+    divisor = _larger(_larger(plain, norm_below_fp64 / LARGEST_GRADIENT), norm / LARGEST_FP64_GRADIENT)
     if clip_norm is not None:
         divisor = _larger(divisor, (norm + _CLIP_EPS * plain) / clip_norm)
-    return min(divisor, FP32.largest) if isinstance(divisor, float) else divisor.clamp(max=FP32.largest)
+    return divisor
 
 
 def _larger(a: Number, b: Number) -> Number:
@@ -86,7 +86,7 @@ def divide_(gradients: Iterable[Tensor], divisor: Tensor) -> None:
 def _values_by_kind(gradients: Iterable[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
     """The memory behind the gradients, one list for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in {id(gradient): gradient for gradient in gradients}.values():  # a parameter may be listed twice
         values = local_part(gradient)
         if values.layout == torch.sparse_coo:
             values = values._values()  # a factor spreads over duplicates: no need to add them first

@@ -25,7 +25,7 @@ from halfstep.formats import format_of, saturating_cast
 from halfstep.kernels.gradients import gradient_of
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-_TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def needs_widening(optimizer: torch.optim.Optimizer) -> bool:
@@ -33,8 +33,8 @@ def needs_widening(optimizer: torch.optim.Optimizer) -> bool:
 
     Other optimizers than torch's that announce support for loss scaling bring their own treatment of 16-bit weights.
     """
-    announces = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if announces and not isinstance(optimizer, _TORCH_FUSED):
+    announces = getattr(type(optimizer), "_step_supports_amp_scaling", False)
+    if announces and not isinstance(optimizer, TORCH_FUSED):
         return False
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return any(p.dtype in HALF_DTYPES and gradient_of(p) is not None for p in parameters)
@@ -52,6 +52,7 @@ class _Stand:
     place: int
     narrow: Tensor
     wide: torch.nn.Parameter
+    version: int  # of the narrow one
 
     def enter(self, state: dict[Tensor, Any]) -> None:
         if self.narrow in state:
@@ -97,18 +98,18 @@ class Widened:
         narrowed: set[str] = set()
         try:
             for group, place, p in halves:
-                stand = _Stand(group, place, p, torch.nn.Parameter(p.detach().float()))
+                stand = _Stand(group, place, p, torch.nn.Parameter(p.detach().float()), int(p._version))
                 gradient = gradient_of(p)
                 assert gradient is not None
                 stand.wide.grad = _widened_gradient(gradient)
                 self._stands.append(stand)
                 narrowed |= set(_widen_state(self.optimizer, p))
                 stand.enter(self.optimizer.state)
+            if narrowed:
+                _warn_of_narrowed_state(self.optimizer, sorted(narrowed))
         except BaseException:
             self._leave()
             raise
-        if narrowed:
-            _warn_of_narrowed_state(self.optimizer, sorted(narrowed))
         return self
 
     def __exit__(
@@ -117,6 +118,8 @@ class Widened:
         self._leave()
         if self.found_inf is not None and is_host(self.found_inf.device) and self.found_inf.item() != 0:
             return  # known without waiting: not even the version counter moves
+        if kind is None and any(stand.narrow._version != stand.version for stand in self._stands):
+            raise _stepped_past(self.optimizer)
         with torch.no_grad():
             for stand in self._stands:
                 self._write_back(stand)
@@ -164,6 +167,16 @@ def _warn_of_narrowed_state(optimizer: torch.optim.Optimizer, names: list[str]) 
         " the parameters' dtype, and in fp16 a second moment below 6e-8 becomes 0. The next steps may be far too large."
         " Keep fp32 weights under autocast, or warm the optimizer up again with a small learning rate.",
         PrecisionWarning,
+    )
+
+
+def _stepped_past(optimizer: torch.optim.Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        asked=f"step() of {type(optimizer).__name__} with 16-bit parameters",
+        true="it wrote into them itself, although fp32 stand-ins were in its param_groups: it keeps an inner optimizer,"
+        " or a list of its own",
+        why="their gradients are scaled, and the step in fp32 that was prepared did not take place",
+        fix="keep fp32 weights under autocast with this optimizer; the weights have moved: load a checkpoint",
     )
 
 

@@ -13,7 +13,7 @@ Not here: in which dtype autograd's gradients are summed (kernels/gradients.py).
 from __future__ import annotations
 
 import math
-import sys
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,12 +40,13 @@ class Window:
     has_forward: bool = False  # a forward pass has run since the last backward
     awaits_step: bool = False  # a backward pass has run since the last step
     replay: list[Any] = field(default_factory=list)  # micro-batches that can be run again
+    retries: int = 0  # how often
+    scale_changes: int = 0  # how often the scale had changed when the window opened
     scale: Number = 1.0  # of the losses of this window; known once the first one is scaled
     is_unscaled: bool = False
     first_pass_found_inf: Number | None = None  # of an earlier pass over the same window (SAM)
     _unit: Number = 1.0
     _weight: Number = 0.0  # sum of w_i / unit
-    _is_weight_bad: Tensor | None = None
     _seen: list[tuple[int, int] | None] = field(default_factory=list)
 
     @property
@@ -63,26 +64,25 @@ class Window:
         """What the summed gradients are divided by to become the weighted mean: scale times sum of weights."""
         return self.scale * self._weight
 
-    def share(self, weight: Number) -> Number:
-        """``weight`` in the window's unit."""
-        return weight / (self._unit if self.num_micro_batches > 0 else _unit_of(weight))
-
     def add(self, weight: Number) -> None:
-        """A micro-batch of this weight has gone through backward."""
-        share = self.share(weight)
-        if self.num_micro_batches == 0:
-            self._unit = _unit_of(weight)
-        if isinstance(weight, Tensor):  # only the device knows it: a bad one must not reach the weights either
-            is_bad = ~((weight > 0) & torch.isfinite(weight))
-            self._is_weight_bad = is_bad if self._is_weight_bad is None else self._is_weight_bad | is_bad
+        """A micro-batch of this weight (:meth:`in_units`) has gone through backward."""
         self.num_micro_batches += 1
         self.has_forward, self.awaits_step = False, True
-        self._weight = self._weight + share
+        self._weight = self._weight + weight
+
+    def in_units(self, weight: Number) -> Number:
+        """``weight`` in the window's unit, which the first one sets. One that only the device knows to be bad is NaN,
+        so that its gradient is, on every rank."""
+        if self.num_micro_batches == 0:
+            self._unit = _unit_of(weight)
+        share = weight / self._unit
+        if isinstance(share, Tensor):
+            return torch.where((share > 0) & torch.isfinite(share), share, math.nan)
+        return share
 
     def flags(self) -> list[Number]:
-        """Reasons not to step beside the gradients: an earlier pass, and weights that no host could check."""
-        weight_flag = None if self._is_weight_bad is None else self._is_weight_bad.float()
-        return [flag for flag in (self.first_pass_found_inf, weight_flag) if flag is not None]
+        """Reasons not to step beside the gradients: what an earlier pass over the window found."""
+        return [] if self.first_pass_found_inf is None else [self.first_pass_found_inf]
 
     # -- whether anybody else touched the gradients ---------------------------------------------------------------
 
@@ -113,10 +113,14 @@ def checked_weight(weight: Any) -> Number:
     if weight is None:
         return 1.0
     is_tensor = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
-    if isinstance(weight, bool) or not (is_tensor or isinstance(weight, (int, float))):
+    if isinstance(weight, bool) or not (is_tensor or isinstance(weight, numbers.Real)):
         raise refusals.bad_weight(weight)
     if isinstance(weight, Tensor) and not is_host(weight.device):
         return weight.detach().reshape(()).float()
-    if not 0.0 < weight <= sys.float_info.max:
+    try:
+        number = float(weight)
+    except OverflowError:  # a whole number beyond fp64
+        number = math.inf
+    if not 0.0 < number < math.inf:
         raise refusals.bad_weight(weight)
-    return float(weight)
+    return number

@@ -312,6 +312,9 @@ class EMA:
         return paired(self._averages, self._parameters)
 
     def _buffer_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        for name, slot in self._buffers.items():
+            if name in self._copies and slot.tensor is not None and slot.tensor.shape != self._copies[name].shape:
+                self._copies[name] = slot.tensor.detach().clone()  # it is copied whole anyway: let it grow
         return paired(self._copies, self._buffers)
 
     def _own_values(self) -> list[Own]:

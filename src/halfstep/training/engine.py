@@ -7,6 +7,7 @@ host is the device or an optimizer has to be told whether to step.
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._compat import HostCopy, has_float64, is_host, moved
+from halfstep.errors import HalfstepWarning, warn
 from halfstep.kernels.gradients import gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures
@@ -29,11 +31,10 @@ from halfstep.training.fp32_sums import Fp32Sums
 from halfstep.training.guards import BufferGuard
 from halfstep.training.judge import Judgement, judge
 from halfstep.training.outcome import Outcome
-from halfstep.training.settle import Numbers, Settler, StepRecord
+from halfstep.training.settle import Numbers, Settler, WindowRecord
 from halfstep.training.setup import Optimizers, flat
 
-# How many engines have used a scale: where it is one alone, its windows always have the present scale.
-_num_users: weakref.WeakKeyDictionary[Scale, int] = weakref.WeakKeyDictionary()
+_lost: dict[int, str] = {}  # engines whose window is open, and what to say of it when the program ends
 
 
 class Engine:
@@ -46,14 +47,17 @@ class Engine:
         self.size: int | None = 1  # of the next window
         self.saturated = torch.zeros((), dtype=torch.int64, device="cpu")
         self._idle, self._sums = IdleSteps(), Fp32Sums(model)
+        self._is_replicated = isinstance(model, nn.parallel.DistributedDataParallel)
         self._parameters: list[Tensor] = []
         self._group_ends: list[int] = []
         self._is_guarding = False
         self._is_stepping = False
         self.begin()
-        _num_users[scale] = _num_users.get(scale, 0) + 1
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(_Watch(self))
+            watch = _Watch(self)
+            handles = (optimizer.register_step_pre_hook(watch), optimizer.register_state_dict_pre_hook(watch.settle))
+            for handle in handles:
+                weakref.finalize(self, handle.remove)
 
     # -- a window opens and gathers -------------------------------------------------------------------------------
 
@@ -61,37 +65,58 @@ class Engine:
         """A new window, empty."""
         self.window = Window(self.size)
         self._is_guarding = False
+        _lost.pop(id(self), None)
 
     def remember_buffers(self) -> None:
         """A forward pass is about to run; the first of a window finds the buffers as they must be left by a skip."""
-        if not self._is_guarding:
+        if self._is_guarding:
+            self.guard.remember_more()
+        else:
             self.guard.remember()
             self._is_guarding = True
 
-    def backward(self, loss: Tensor, weight: Number, inputs: Any) -> None:
+    def forward_failed(self) -> None:
+        """A forward pass has raised; if it was the window's first, its buffers are what they were."""
+        if self.window.num_micro_batches == 0 and not self.window.has_forward and not self.window.is_open:
+            self.guard.finish(1.0)
+            self._is_guarding = False
+
+    def backward(self, loss: Tensor, weight: Number, inputs: Any, retain_graph: bool | None) -> None:
         """Add the gradient of a micro-batch. If that raises, the window is given up."""
         window = self.window
         if window.num_micro_batches == 0:
             self._open(loss.device)
-        else:
+        elif not self._is_replicated:  # in its second forward pass DistributedDataParallel makes gradients anew
             self.check_gradients()
         self.settler.order.learn(loss)
+        share = window.in_units(weight)
         try:
-            torch.autograd.backward(gradients.scaled(loss, window.share(weight) * window.scale), inputs=inputs)
+            with gradients.outside_autocast(loss.device), torch.enable_grad():
+                torch.autograd.backward(
+                    gradients.scaled(loss, share * window.scale), inputs=inputs, retain_graph=retain_graph
+                )
         except BaseException:
             self.give_up()
             raise
         self._sums.finish(self._parameters)
-        window.add(weight)
+        window.add(share)
         window.saw(self._parameters)
+        of = f" of {window.size}" if window.size else ""
+        _lost[id(self)] = f"micro-batches so far: {window.num_micro_batches}{of}"
 
     def _open(self, device: torch.device) -> None:
         """The first loss of a window is here: note the scale, drop gradients that others left."""
         self._parameters, self._group_ends = flat(self.optimizers)
         value = self.scale.value(device)
         self.window.scale = self.scale.get() if is_host(device) else value.clone()
+        self.window.scale_changes = self.scale.num_changes
         gradients.drop(self._parameters)
         self._sums.watch(self._parameters, is_on=self.window.size != 1)
+
+    def forget_forward(self) -> None:
+        """The window is empty: what a forward pass without backward has left is not to be put back any more."""
+        self.guard.finish(0.0)
+        self.begin()
 
     def give_up(self) -> None:
         """Drop the window: its gradients, and what its forward passes wrote."""
@@ -102,22 +127,36 @@ class Engine:
     # -- a window ends --------------------------------------------------------------------------------------------
 
     def close(self) -> Outcome:
-        """Step with what the window holds, or skip; drop the gradients; begin the next window."""
+        """Step with what the window holds, or skip; drop the gradients; begin the next window; then tell."""
         self.settler.settle()  # the step before: only now, so that the device has had this window's work to do
         self.guard.learn()
         self.check_gradients()
+        idle = [o for o in self.optimizers if all(gradient_of(p) is None for p in parameters_of(o))]
+        num_micro_batches = self.window.num_micro_batches
         try:
-            self._look_for_idle_optimizers()
-            found = self._inspect()
-            if found is None:
-                self.guard.finish(0.0)
-                return self.settler.no_gradients(self.window.num_micro_batches)
-            judgement = judge(self.window, found, self.clip_norm)
-            if not judgement.forbids_step:
-                self._step_optimizers(judgement)
-            return self._conclude(found, judgement)
+            with gradients.outside_autocast(self._parameters[0].device):
+                tell = self._step()
+        except BaseException:
+            self.guard.finish(1.0)
+            raise
         finally:
             self._end()
+        outcome = self.settler.no_gradients(num_micro_batches) if tell is None else tell()
+        for optimizer in self.optimizers:
+            has_gradients = not any(optimizer is one for one in idle)
+            self._idle.stepped(optimizer, self.settler.order, has_gradients=has_gradients)
+        return outcome
+
+    def _step(self) -> Callable[[], Outcome] | None:
+        """Inspect, judge, step, follow up. None if there is no gradient; else what makes the outcome."""
+        found = self._inspect()
+        if found is None:
+            self.guard.finish(0.0)
+            return None
+        judgement = judge(self.window, found, self.clip_norm)
+        if not judgement.forbids_step:
+            self._step_optimizers(judgement)
+        return self._conclude(found, judgement)
 
     def _inspect(self) -> Inspection | None:
         """One look at the gradients; None if there is none."""
@@ -136,22 +175,24 @@ class Engine:
             for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
                 self.saturated = moved(self.saturated, count.device) + count
 
-    def _conclude(self, found: Inspection, judgement: Judgement) -> Outcome:
-        """The optimizers have stepped, or not: average, buffers and scale follow."""
+    def _conclude(self, found: Inspection, judgement: Judgement) -> Callable[[], Outcome]:
+        """The optimizers have stepped, or not: average, buffers and scale follow. Returns what makes the outcome."""
         window, found_inf = self.window, judgement.found_inf
         if self.ema is not None and not judgement.forbids_step:
             self.ema.update(judgement.found_inf_tensor)
         missed = self.guard.finish(found_inf)
         next_scale = self._update_scale(found, judgement)
         self.settler.order.finish()
-        record = StepRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed)
+        record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed)
         numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
         if not isinstance(found_inf, Tensor):
-            return self.settler.known(record, Numbers(*map(float, numbers)))
+            known = Numbers(*map(float, numbers))
+            return lambda: self.settler.known(record, known)
         dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
         parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
         norms = [moved(row, found_inf.device).to(dtype) for row in (found.norms or {}).values()]
-        return self.settler.sent(record, HostCopy(torch.cat([torch.stack(parts), *norms])))
+        sent = HostCopy(torch.cat([torch.stack(parts), *norms]))
+        return lambda: self.settler.sent(record, sent)
 
     def _update_scale(self, found: Inspection, judgement: Judgement) -> Number:
         scale = self.window.scale
@@ -160,14 +201,16 @@ class Engine:
         home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
         now = self.scale.get() if judgement.is_known else self.scale.value(home)
         # Another stepper may have lowered a shared scale meanwhile: an overflow at the old one is no news.
-        is_stale = judgement.found_inf * (scale > now)
+        was_moved = self.scale.num_changes != self.window.scale_changes
+        is_stale = judgement.found_inf * (scale > now) if was_moved else 0.0
         if isinstance(is_stale, float) and is_stale:
             return now
         largest = None
         if self.scale.needs_largest:  # the true gradient's, at the present scale
             largest = (found.total_largest(home) * (now / judgement.plain)).float()
-        before = self.scale.snapshot() if isinstance(is_stale, Tensor) and _num_users[self.scale] > 1 else None
+        before = self.scale.snapshot() if isinstance(is_stale, Tensor) else None
         self.scale.update_(torch.as_tensor(judgement.found_inf, dtype=torch.float32, device=home), largest)
+        self.scale.num_changes += 1
         if before is not None:
             assert isinstance(is_stale, Tensor)
             self.scale.put_back_where_(is_stale, before)
@@ -183,11 +226,6 @@ class Engine:
         torch.clear_autocast_cache()  # a loop inside one autocast would go on with 16-bit copies of the old weights
         gradients.drop(self._parameters)
         self.begin()
-
-    def _look_for_idle_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            has_gradients = any(gradient_of(p) is not None for p in parameters_of(optimizer))
-            self._idle.stepped(optimizer, self.settler.order, has_gradients=has_gradients)
 
     # -- gradients for other purposes -----------------------------------------------------------------------------
 
@@ -214,7 +252,7 @@ class Engine:
         judgement = judge(self.window, inspect([gradient_of(p) for p in self._parameters]), None)
         with torch.no_grad():
             found = ((p, gradient_of(p)) for p in self._parameters)
-            taken = {p: gradients.widened(g) / judgement.divisor for p, g in found if g is not None}
+            taken = {p: gradients.divided(g, judgement.divisor) for p, g in found if g is not None}
         gradients.drop(self._parameters)
         self.window = Window(self.size, first_pass_found_inf=judgement.found_inf)
         return taken
@@ -246,13 +284,36 @@ class Engine:
             return loss.detach()
 
         try:
-            closures.step_or_restore(self.optimizers[0], evaluate, lambda: bool(last[0][1].found_inf))
-            return self._conclude(*last[0])
+            with gradients.outside_autocast(self._device):
+                closures.step_or_restore(self.optimizers[0], evaluate, lambda: bool(last[0][1].found_inf))
+                tell = self._conclude(*last[0])
         except BaseException:
             self.guard.finish(1.0)
             raise
         finally:
             self._end()
+        return tell()
+
+    @property
+    def _device(self) -> torch.device:
+        return parameters_of(self.optimizers[0])[0].device
+
+
+def mention_lost_windows() -> None:
+    """At exit: a forgotten flush() has lost gradients."""
+    for text in _lost.values():
+        warn(f"The program ends, and {open_window_text(text)}", HalfstepWarning)
+
+
+def open_window_text(how_far: str) -> str:
+    """What to say of a window that is open when it should not be."""
+    return (
+        f"a window is open: {how_far}. Their gradients have not been used. Call flush() at the end of each epoch: it"
+        " steps with their true mean."
+    )
+
+
+atexit.register(mention_lost_windows)
 
 
 class _Watch:
@@ -260,6 +321,14 @@ class _Watch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
+
+    is_halfsteps = True
+
+    def settle(self, _: torch.optim.Optimizer) -> None:
+        """The optimizer's state is about to be saved: schedulers move its learning rate first, where that is due."""
+        engine = self._engine()
+        if engine is not None:
+            engine.settler.settle()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         engine = self._engine()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,18 @@ def scaled(loss: Tensor, factor: Number) -> Tensor:
     if isinstance(factor, float) and factor == 1.0:
         return loss
     return widened(loss) * (moved(factor, loss.device) if isinstance(factor, Tensor) else factor)
+
+
+def divided(gradient: Tensor, divisor: Number) -> Tensor:
+    """The gradient over a divisor, fp32 or wider."""
+    wide = widened(gradient)
+    return wide / (moved(divisor, wide.device).to(wide.real.dtype) if isinstance(divisor, Tensor) else divisor)
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Backward and step run outside autocast, even in a loop that is inside one."""
+    is_inside = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_inside else nullcontext()
 
 
 def widened(tensor: Tensor) -> Tensor:

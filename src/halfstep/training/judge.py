@@ -43,9 +43,12 @@ class Judgement(NamedTuple):
     def divisor_tensor(self) -> Tensor | None:
         """The divisor, 0-dim, fp32 unless a gradient is wider; None where it is known to be 1."""
         dtype = torch.float64 if self.has_fp64 else torch.float32
+        largest = torch.finfo(dtype).max  # beyond it a gradient would be divided by inf
         if isinstance(self.divisor, Tensor):
-            return self.divisor.to(dtype)
-        return None if self.divisor == 1.0 else torch.scalar_tensor(self.divisor, dtype=dtype, device="cpu")
+            return self.divisor.clamp(max=largest).to(dtype)
+        if self.divisor == 1.0:
+            return None
+        return torch.scalar_tensor(min(self.divisor, largest), dtype=dtype, device="cpu")
 
     @property
     def found_inf_tensor(self) -> Tensor | None:

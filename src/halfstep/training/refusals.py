@@ -52,6 +52,16 @@ def same_parameter_twice(optimizer: torch.optim.Optimizer, num_shared: int) -> A
     )
 
 
+def listed_twice(optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """One parameter, twice in the groups."""
+    return ArgumentError(
+        asked=f"Stepper with {type(optimizer).__name__}",
+        true="a parameter stands twice in its param_groups; tied weights are one parameter",
+        why="it would be counted twice in the norm and stepped twice with one gradient",
+        fix="make the optimizer from model.parameters(), which lists each parameter once",
+    )
+
+
 def no_parameters(optimizer: torch.optim.Optimizer) -> ArgumentError:
     """An optimizer that holds nothing."""
     return ArgumentError(
@@ -164,6 +174,16 @@ def weights_of_another_dtype(policy: object, dtype: torch.dtype, name: str, foun
     )
 
 
+def no_masters(policy: object, optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """A master policy with an optimizer that keeps none."""
+    return ArgumentError(
+        asked=f"Stepper under the policy {policy} with {type(optimizer).__name__}",
+        true="it wants fp32 masters, and this optimizer keeps none",
+        why="updates smaller than half a unit in the last place of a 16-bit weight would be lost",
+        fix="wrap it: halfstep.MasterWeights(optimizer), or use the policy that says so by name, such as bf16-true",
+    )
+
+
 def bad_on_overflow(value: object) -> ArgumentError:
     """Not a reaction to a skipped step."""
     return ArgumentError(
@@ -267,7 +287,8 @@ def gradients_changed(names: Sequence[str], num_changed: int) -> CallOrderError:
         true=f"those of {', '.join(names)}{others} were written or replaced since stepper.backward() left them",
         why="they are still multiplied by the scale: clipped or compared now they are off by that factor",
         fix="pass clip_norm to the Stepper; or call stepper.unscale_() before touching them; leave zero_grad() out;"
-        " discard() drops this window",
+        " if another loss ran backward through them, pass inputs= there; the norm is outcome.grad_norm; discard() drops"
+        " this window",
     )
 
 
@@ -297,7 +318,7 @@ def state_inside_window(call: str, num_micro_batches: int) -> CallOrderError:
         asked=f"{call}() inside a window",
         true=f"the window holds {_count(num_micro_batches, 'micro-batch')} whose gradients are in no state",
         why="a run that continues from there would lose them without a word",
-        fix="save after a step; at the end of an epoch call flush() first",
+        fix="save after a step; at the end of an epoch call flush() first; discard() drops the window",
     )
 
 
@@ -323,6 +344,16 @@ def closure_returned(result: object) -> ArgumentError:
         f"{f' of length {len(result)}' if isinstance(result, tuple) else ''}",
         why="backward starts from a loss",
         fix="return the loss tensor, or (loss, weight)",
+    )
+
+
+def retries_on_several_ranks(num_ranks: int) -> UnsupportedError:
+    """A retry that each rank would decide on by itself."""
+    return UnsupportedError(
+        asked="run(retries=...) in a distributed run",
+        true=f"there are {num_ranks} ranks, and each one sees its own losses only",
+        why="one rank might run its window again while another goes on, and their reductions would be paired wrongly",
+        fix="leave retries out; all ranks skip the step together",
     )
 
 

@@ -32,20 +32,22 @@ class MicroBatch:
 
     closure: Closure
     args: tuple[Any, ...]
-    random_state: list[tuple[Any, Tensor]] = field(default_factory=list)
+    random_state: list[tuple[Callable[[Tensor], object], Tensor]] = field(default_factory=list)
     loss: Tensor | None = None  # of its last run, without a graph
 
     def remember_random_state(self, device: torch.device) -> None:
         """To be called just before the first run."""
-        self.random_state = [(torch, torch.get_rng_state())]
+        self.random_state = [(torch.set_rng_state, torch.get_rng_state())]
         if device.type != "cpu":
             module = torch.get_device_module(device)
-            self.random_state.append((module, module.get_rng_state()))
+            where = {} if device.type == "mps" else {"device": device}  # Apple's is the only one of its kind
+            restore = functools.partial(module.set_rng_state, **where)
+            self.random_state.append((restore, module.get_rng_state(**where)))
 
     def restore_random_state(self) -> None:
         """To be called just before another run."""
-        for module, state in self.random_state:
-            module.set_rng_state(state)
+        for restore, state in self.random_state:
+            restore(state)
 
     def is_bound(self) -> bool:
         """Whether the batch travels with the closure, so that later turns of the loop cannot change it."""
@@ -56,6 +58,10 @@ def checked_retries(retries: object) -> int:
     """A number of retries."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise refusals.bad_retries(retries)
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    num_ranks = torch.distributed.get_world_size() if is_distributed else 1
+    if retries and num_ranks > 1:
+        raise refusals.retries_on_several_ranks(num_ranks)
     return retries
 
 

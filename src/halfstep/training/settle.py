@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepRecord:
+class WindowRecord:
     """What is known on the host about a step when it is enqueued."""
 
     num_micro_batches: int
@@ -85,13 +85,13 @@ class Settler:
         is_waiting = self._pending is not None and self._pending.is_waiting
         return self.log.steps + 1 + is_waiting
 
-    def known(self, record: StepRecord, numbers: Numbers) -> Outcome:
+    def known(self, record: WindowRecord, numbers: Numbers) -> Outcome:
         """A step whose numbers the host has."""
         facts = self.facts(record, numbers, None)
         self.act(facts, record, numbers)
         return Outcome(facts)
 
-    def sent(self, record: StepRecord, numbers: HostCopy) -> Outcome:
+    def sent(self, record: WindowRecord, numbers: HostCopy) -> Outcome:
         """A step whose numbers will arrive, and behind them the norms of its gradients."""
         self._pending = _Sent(record, numbers, self)
         return Outcome(settle=self._pending.arrive)
@@ -102,7 +102,7 @@ class Settler:
         self.log.record([StepOutcome("no_gradients")], 1.0, 1.0)
         return Outcome(facts)
 
-    def facts(self, record: StepRecord, numbers: Numbers, norms: list[float] | None) -> Facts:
+    def facts(self, record: WindowRecord, numbers: Numbers, norms: list[float] | None) -> Facts:
         """What the numbers say."""
         is_skipped = numbers.found_inf != 0
         return Facts(
@@ -115,7 +115,7 @@ class Settler:
             culprit=record.culprit(self.order, norms) if is_skipped else None,
         )
 
-    def act(self, facts: Facts, record: StepRecord, numbers: Numbers) -> None:
+    def act(self, facts: Facts, record: WindowRecord, numbers: Numbers) -> None:
         """Count, warn, step schedulers, call back. May raise what on_repeat or a callback raises."""
         outcome = StepOutcome("skipped", facts.culprit) if facts.kind == "skipped" else StepOutcome("applied")
         try:
@@ -141,8 +141,8 @@ class Settler:
 class _Sent:
     """A step that the host has not heard of yet."""
 
-    def __init__(self, record: StepRecord, numbers: HostCopy, settler: Settler) -> None:
-        self._waiting: tuple[StepRecord, HostCopy, Settler] | None = (record, numbers, settler)
+    def __init__(self, record: WindowRecord, numbers: HostCopy, settler: Settler) -> None:
+        self._waiting: tuple[WindowRecord, HostCopy, Settler] | None = (record, numbers, settler)
         self._facts: Facts | None = None
 
     @property

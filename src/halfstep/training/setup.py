@@ -13,7 +13,8 @@ from torch import nn
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import format_of
 from halfstep.hardware import probe
-from halfstep.policy import Policy, Scaling
+from halfstep.optim.masters import MasterWeights
+from halfstep.policy import Master, Policy, Scaling
 from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.refusals import not_a_scale
@@ -42,6 +43,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
             raise refusals.distributed_clipping()
         if parameters - own:
             raise refusals.foreign_parameters(one, len(parameters - own), len(parameters))
+        if len(parameters) < len(parameters_of(one)):
+            raise refusals.listed_twice(one)
         if parameters & seen:
             raise refusals.same_parameter_twice(one, len(parameters & seen))
         seen |= parameters
@@ -72,7 +75,7 @@ def checked_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...
     for one in schedulers:
         is_plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
         is_other = isinstance(one, (type, torch.optim.Optimizer)) or not hasattr(one, "state_dict")
-        if is_plateau or is_other or not callable(getattr(one, "step", None)):
+        if is_plateau or is_other or not _is_steppable(one):
             raise refusals.no_scheduler(one)
         owner = getattr(one, "optimizer", None)
         if owner is not None and not any(owner is optimizer for optimizer in optimizers):
@@ -80,6 +83,16 @@ def checked_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...
         if sum(one is other for other in schedulers) > 1:
             raise refusals.same_scheduler_twice(one)
     return schedulers
+
+
+def _is_steppable(scheduler: Any) -> bool:
+    """Whether ``scheduler.step()`` can be called without arguments."""
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        return False
+    parameters = python_inspect.signature(step).parameters.values()
+    named = (python_inspect.Parameter.POSITIONAL_OR_KEYWORD, python_inspect.Parameter.KEYWORD_ONLY)
+    return not any(p.default is python_inspect.Parameter.empty and p.kind in named for p in parameters)
 
 
 def checked_size(accumulate: Any, optimizers: Optimizers) -> int | None:
@@ -130,8 +143,7 @@ def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Pol
     # On the CPU 16-bit arithmetic is for trying things out: a policy chosen by name needs no warning that it is slow.
     asks_hardware = policy == "auto" or device_type != "cpu"
     parsed = Policy.parse(policy, hardware=probe(device_type) if asks_hardware else None)
-    weights_fit = parsed.param_dtype in HALF_DTYPES
-    parsed.require_runnable(are_weights_cast=weights_fit)
+    parsed.require_runnable(with_stepper=True)
     if parsed.output_dtype is not None:
         fix = "leave it out, and call policy.cast_output(model(x)) in the block of forward()"
         raise refusals.policy_option("output_dtype", str(parsed.output_dtype), fix)
@@ -139,19 +151,31 @@ def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Pol
         fix = "leave it out: a stepper casts no inputs anyway"
         raise refusals.policy_option("cast_forward_inputs", "False", fix)
     names = {id(p): name for name, p in model.named_parameters()}
-    halves = [(names[id(p)], p.dtype) for o in optimizers for p in parameters_of(o) if p.dtype in HALF_DTYPES]
-    if weights_fit:
+    if parsed.param_dtype in HALF_DTYPES:
         _require_cast(parsed, optimizers, names)
-    elif halves:
-        _warn_of_half_weights(halves)
+    if parsed.master is Master.FP32:
+        _require_masters(parsed, optimizers)
+    elif parsed.param_dtype not in HALF_DTYPES:
+        bare = [p for o in optimizers if not isinstance(o, MasterWeights) for p in parameters_of(o)]
+        halves = [(names[id(p)], p.dtype) for p in bare if p.dtype in HALF_DTYPES]
+        if halves:
+            _warn_of_half_weights(halves)
     return parsed
 
 
 def _require_cast(policy: Policy, optimizers: Optimizers, names: dict[int, str]) -> None:
-    for parameter in (p for optimizer in optimizers for p in parameters_of(optimizer)):
-        if parameter.is_floating_point() and parameter.dtype != policy.param_dtype:
-            name = names[id(parameter)]
-            raise refusals.weights_of_another_dtype(policy, policy.param_dtype, name, parameter.dtype)
+    """Some weights must have the policy's dtype, and none another 16-bit one; norms may have stayed in fp32."""
+    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.is_floating_point()]
+    halves = [p for p in parameters if p.dtype in HALF_DTYPES]
+    wrong = [p for p in halves or parameters if p.dtype != policy.param_dtype]
+    if wrong:
+        raise refusals.weights_of_another_dtype(policy, policy.param_dtype, names[id(wrong[0])], wrong[0].dtype)
+
+
+def _require_masters(policy: Policy, optimizers: Optimizers) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, MasterWeights):
+            raise refusals.no_masters(policy, optimizer)
 
 
 def _warn_of_half_weights(halves: list[tuple[str, torch.dtype]]) -> None:

@@ -8,6 +8,7 @@ is refused.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,10 @@ def _checked(state: Mapping[str, Any], settler: Settler, ema: EMA | None) -> dic
     try:
         if state["counts"].keys() != settler.log.state_dict().keys():
             raise ValueError(f"the counts are {', '.join(map(str, state['counts'])) or 'missing'}")
-        return valid_counts(dict(state["counts"]))
+        counts = valid_counts(dict(state["counts"]))
+        if not counts["skips_in_a_row"] <= counts["skipped_steps"] <= counts["steps"]:
+            raise ValueError(f"the counts contradict each other: {counts}")
+        return counts
     except (TypeError, ValueError) as error:
         raise refusals.bad_state("a run cannot continue from these counts", str(error)) from error
 
@@ -94,10 +98,20 @@ def _check_schedulers(saved: Any, settler: Settler) -> None:
         )
     for theirs, ours in zip(saved, own, strict=True):
         # torch's schedulers take over whatever they are given, word for word.
-        if not isinstance(theirs, Mapping) or not ours.keys() <= theirs.keys():
-            raise refusals.bad_state("a scheduler cannot continue from it", f"its state is {theirs!r}")
-        if isinstance(ours.get("last_epoch"), int) and not isinstance(theirs["last_epoch"], int):
-            raise refusals.bad_state("it is no count", f"a scheduler's last_epoch is {theirs['last_epoch']!r}")
+        if not isinstance(theirs, Mapping) or ours.keys() != theirs.keys():
+            raise refusals.bad_state("a scheduler of this kind cannot continue from it", f"its state is {theirs!r}")
+        for key, value in theirs.items():
+            _check_entry(key, value, ours[key])
+
+
+def _check_entry(key: str, value: Any, own: Any) -> None:
+    is_count = isinstance(own, int) and not isinstance(own, bool)
+    is_odd = is_count and not isinstance(value, int)
+    is_odd |= isinstance(own, list) and (not isinstance(value, list) or len(value) != len(own))
+    numbers = value if isinstance(value, list) else [value]
+    is_odd |= any(isinstance(number, float) and not math.isfinite(number) for number in numbers)
+    if is_odd:
+        raise refusals.bad_state("no scheduler of this optimizer can have it", f"a scheduler's {key} is {value!r}")
 
 
 def _restore_scaler(state: Mapping[str, Any], scale: Scale, settler: Settler) -> None:

@@ -21,8 +21,6 @@ Not here: casting weights, the loop, the data, reduction across ranks (Distribut
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -44,13 +42,11 @@ from halfstep.scaling.window import parameters_of
 from halfstep.training import gradients, refusals, retry, setup, state
 from halfstep.training.accumulate import Window, checked_weight
 from halfstep.training.ema import EMA
-from halfstep.training.engine import Engine
+from halfstep.training.engine import Engine, open_window_text
 from halfstep.training.outcome import Facts, Outcome
 from halfstep.training.settle import Settler
 
 OnOverflow = Literal["warn", "ignore"] | Callable[[Outcome], object]
-
-_alive: weakref.WeakSet[Stepper] = weakref.WeakSet()
 
 
 class Stepper:
@@ -109,24 +105,21 @@ class Stepper:
         on_repeat: OnRepeat = "warn",
         repeat_after: int = REPEAT_AFTER,
     ) -> None:
-        self.optimizers = setup.checked_optimizers(model, optimizer)
-        self.model = model
-        self.policy = setup.checked_policy(policy, self.optimizers, model)
-        self.ema = setup.checked_ema(ema, model)
-        self.scale = setup.scale_for(self.policy, scale)
+        optimizers = setup.checked_optimizers(model, optimizer)
+        self._model = model
+        self._policy = setup.checked_policy(policy, optimizers, model)
+        average = setup.checked_ema(ema, model)
+        used_scale = setup.scale_for(self._policy, scale)
         warns, on_skip = setup.checked_on_overflow(on_overflow)
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
-        schedulers = setup.checked_schedulers(scheduler, self.optimizers)
+        schedulers = setup.checked_schedulers(scheduler, optimizers)
         self._settler = Settler(log, ParameterOrder(model), schedulers, on_skip)
-        self._engine = Engine(model, self.optimizers, self.scale, self.ema, self._settler)
+        self._engine = Engine(model, optimizers, used_scale, average, self._settler)
         self.clip_norm, self.accumulate = clip_norm, accumulate
         self._needs_closure = setup.needs_closure(self.optimizers[0])
         self._forward_depth = 0
         self._num_perturbed = 0  # blocks of perturbed() that are open
         self._has_mentioned_window = self._is_evaluating = False
-        if not _alive:
-            atexit.register(_mention_lost_windows)
-        _alive.add(self)
 
     # -- one micro-batch ------------------------------------------------------------------------------------------
 
@@ -144,16 +137,28 @@ class Stepper:
             with self._autocast():
                 yield
             return
+        if self.ema is not None and self.ema.is_swapped:
+            raise refusals.step_while_swapped("forward")
         self._engine.remember_buffers()
         self._forward_depth += 1
         try:
             with self._autocast():
                 yield
+        except BaseException:
+            self._engine.forward_failed()
+            raise
         finally:
             self._forward_depth -= 1
         self._window.has_forward = True
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, inputs: Any = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        *,
+        inputs: Any = None,
+        retain_graph: bool | None = None,
+    ) -> None:
         """Add a micro-batch's gradient to the window.
 
         Args:
@@ -161,7 +166,9 @@ class Stepper:
             weight: what the micro-batch counts in the window's mean: a number above 0, such as its number of tokens;
                 None is 1. A tensor of one element on an accelerator is checked there, and a bad one skips the step.
                 Ranks of DistributedDataParallel must pass the same one, for it averages their gradients unweighted.
-            inputs: tensors that alone are to receive gradients; None: every parameter behind the loss.
+            inputs: tensors that alone are to receive gradients; None: every leaf behind the loss. Leaves that are in
+                none of the optimizers get scaled gradients, which nobody frees.
+            retain_graph: as in torch: whether another loss of the same forward pass will need its graph.
 
         Raises:
             CallOrderError: no ``forward()`` before, inside ``forward()``, the window is full or unscaled.
@@ -172,7 +179,7 @@ class Stepper:
         """
         self._check_backward(loss)
         inputs = None if inputs is None else gradients.checked_inputs(inputs, "backward")
-        self._engine.backward(loss, checked_weight(weight), inputs)
+        self._engine.backward(loss, checked_weight(weight), inputs, retain_graph)
 
     def step(self) -> Outcome:
         """End the micro-batch, and the window when it is full: clip, step, choose the next scale, drop the gradients.
@@ -190,7 +197,6 @@ class Stepper:
             raise refusals.nothing_to_step("step", window.num_micro_batches, self.accumulate)
         if window.is_full:
             return self._engine.close()
-        self._engine.check_gradients()
         window.awaits_step = False
         return self._accumulating()
 
@@ -201,7 +207,10 @@ class Stepper:
             What happened; None if the window was empty.
         """
         self._check_step("flush")
-        outcome = self._engine.close() if self._window.num_micro_batches > 0 else None
+        window = self._window
+        outcome = self._engine.close() if window.num_micro_batches > 0 else None
+        if outcome is not None and window.retries:
+            outcome = self._retried(window, outcome)
         if outcome is None and self._window.is_open:
             raise refusals.nothing_to_step("flush", 0, self.accumulate)
         self._settler.settle()
@@ -213,6 +222,7 @@ class Stepper:
         """
         if self._forward_depth > 0:
             raise refusals.inside_forward("discard")
+        self._refuse_while_weights_are_others("discard")
         self._engine.give_up()
 
     def run(self, closure: Callable[..., Any], *args: Any, retries: int = 0) -> Outcome:
@@ -235,22 +245,26 @@ class Stepper:
         if not callable(closure):
             raise refusals.no_closure(closure)
         self._refuse_while_weights_are_others("run")
+        if self._window.is_full:
+            raise refusals.window_is_full(self._window.num_micro_batches)
         if self._needs_closure:
             if retries != 0:
                 raise refusals.retries_with_closure_optimizer(self.optimizers[0], retries)
             return self._step_with_closure(retry.MicroBatch(closure, args))
-        if not retry.checked_retries(retries):
-            return self._run_once(retry.MicroBatch(closure, args))
         micro_batch = retry.MicroBatch(closure, args)
+        if not retry.checked_retries(retries):
+            return self._run_once(micro_batch)
         if self.accumulate != 1 and not micro_batch.is_bound():
             raise refusals.closure_sees_later_batch(self.accumulate)
-        replay = self._window.replay
-        if len(replay) != self._window.num_micro_batches:
+        window = self._window
+        if len(window.replay) != window.num_micro_batches:
             raise refusals.retries_in_part_of_window()
         micro_batch.remember_random_state(self._device)
         self._run_backward(micro_batch)
-        replay.append(micro_batch)
-        return self._retried(replay, self.step(), retries)
+        window.replay.append(micro_batch)
+        window.retries = max(window.retries, retries)
+        outcome = self.step()
+        return self._retried(window, outcome) if window.is_full else outcome
 
     def _run_once(self, micro_batch: retry.MicroBatch) -> Outcome:
         self._run_backward(micro_batch)
@@ -271,19 +285,23 @@ class Stepper:
         finally:
             self._is_evaluating = False
 
-    def _retried(self, replay: list[retry.MicroBatch], outcome: Outcome, retries: int) -> Outcome:
-        if self._window.num_micro_batches > 0:  # the window is not full yet
-            return outcome
-        scales = []
-        while outcome.is_skipped:
+    def _retried(self, window: Window, outcome: Outcome) -> Outcome:
+        """Run a closed window's micro-batches again while it is skipped and that can help."""
+        replay, scales = window.replay, []
+        while len(replay) == window.num_micro_batches and outcome.is_skipped:
             scales.append(outcome.scale)
-            if len(scales) > retries or not self._can_lower_scale() or not retry.are_finite(replay):
+            if len(scales) > window.retries or not self._can_lower_scale() or not retry.are_finite(replay):
                 if self._settler.log.warns:
                     retry.report_lost(replay, scales, outcome.culprit)
                 break
-            for micro_batch in replay:
-                micro_batch.restore_random_state()
-                outcome = self._run_once(micro_batch)
+            try:
+                for micro_batch in replay:
+                    micro_batch.restore_random_state()
+                    self._run_backward(micro_batch)
+            except BaseException:
+                self._engine.give_up()
+                raise
+            outcome = self._engine.close()
         return outcome
 
     def _can_lower_scale(self) -> bool:
@@ -378,6 +396,31 @@ class Stepper:
     # -- what is known --------------------------------------------------------------------------------------------
 
     @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self._model
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that step together."""
+        return self._engine.optimizers
+
+    @property
+    def policy(self) -> Policy:
+        """Which dtype each part of the run uses, and why (``.reason``)."""
+        return self._policy
+
+    @property
+    def scale(self) -> Scale:
+        """The factor on the loss; ``scale.get()`` is its present value, ``scale.set_(...)`` moves it."""
+        return self._engine.scale
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average that is updated after each applied step."""
+        return self._engine.ema
+
+    @property
     def accumulate(self) -> int | None:
         """Micro-batches of one step; can be set between windows."""
         return self._engine.size
@@ -461,6 +504,7 @@ class Stepper:
         if self._window.is_open:
             raise refusals.state_inside_window("load_state_dict", self._window.num_micro_batches)
         self._settler.settle()
+        self._engine.forget_forward()  # the model may have been loaded too: its buffers are right as they are
         state.restore(state_dict, self.scale, self._settler, self.ema)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -505,14 +549,9 @@ class Stepper:
     def _mention_open_window(self) -> None:
         if self._window.num_micro_batches > 0 and not self._has_mentioned_window:
             self._has_mentioned_window = True
-            warn(f"An evaluation begins, and {self._open_window_text()}", HalfstepWarning)
-
-    def _open_window_text(self) -> str:
-        return (
-            f"a window is open: micro-batches so far: {self._window.num_micro_batches}"
-            f"{f' of {self.accumulate}' if self.accumulate else ''}. Their gradients have not been used. Call flush()"
-            " at the end of each epoch: it steps with their true mean."
-        )
+            of = f" of {self.accumulate}" if self.accumulate else ""
+            text = open_window_text(f"micro-batches so far: {self._window.num_micro_batches}{of}")
+            warn(f"An evaluation begins, and {text}", HalfstepWarning)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype, device_type = self.policy.autocast_dtype, self._device.type
@@ -528,10 +567,3 @@ class Stepper:
     def _accumulating(self) -> Outcome:
         step, number, scale = self._settler.next_step, self._window.num_micro_batches, self._window.scale
         return Outcome(settle=lambda: Facts("accumulating", step, number, scale=float(scale)))
-
-
-def _mention_lost_windows() -> None:
-    """At exit: a forgotten flush() has lost gradients."""
-    for stepper in list(_alive):
-        if stepper._window.num_micro_batches > 0:
-            warn(f"The program ends, and {stepper._open_window_text()}", HalfstepWarning)

@@ -1,0 +1,58 @@
+"""Weights out of a run with masters, in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.optim import refusals
+from halfstep.optim.masters import MasterWeights
+from halfstep.optim.rounding import HALF_DTYPES, rounded
+
+
+def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[MasterWeights]) -> dict[str, Any]:
+    """The model's ``state_dict`` with the true fp32 value of every weight, for export or to go on elsewhere in fp32.
+
+    Args:
+        model: the model, bare or inside DistributedDataParallel; nothing in it changes.
+        optimizer: its :class:`MasterWeights`, or a list of them.
+
+    Returns:
+        Copies: masters where there are any, every other 16-bit tensor (frozen weights, buffers) widened, which is
+        exact, and the rest as it is.
+
+    Raises:
+        ArgumentError: the optimizer holds no master of this model.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> exact = model.weight.item()
+        >>> optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+        >>> model.weight.item() == exact, fp32_state_dict(model, optimizer)["weight"].item() == exact
+        (False, True)
+    """
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    masters: dict[Tensor, Tensor] = {}
+    for one in optimizers:
+        if not isinstance(one, MasterWeights):
+            raise refusals.not_ours(one)
+        one._check_in_use("fp32_state_dict()")
+        masters |= one._masters
+    if not any(p in masters for p in model.parameters()):
+        raise refusals.not_ours(optimizers[0])
+    return {name: _exported(value, masters) for name, value in model.state_dict(keep_vars=True).items()}
+
+
+@torch.no_grad()
+def _exported(value: Any, masters: Mapping[Tensor, Tensor]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value not in masters:
+        value = value.detach()
+        return value.float() if value.dtype in HALF_DTYPES else value.clone()
+    master = masters[value].detach()
+    is_own = rounded(master, value.dtype).view(torch.int16) == value.detach().view(torch.int16)
+    return torch.where(is_own, master, value.detach().float())
