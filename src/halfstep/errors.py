@@ -6,6 +6,7 @@ inherits the built-in exception that fits, so that code which catches ``ValueErr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -91,7 +92,8 @@ class PrecisionWarning(HalfstepWarning):
 def warn(message: str, category: type[Warning] = HalfstepWarning) -> None:
     """Issue a warning that points at the line of the caller's code from which halfstep was entered."""
     # warnings.warn(skip_file_prefixes=...) does this from Python 3.12 on.
-    inside = str(Path(__file__).parent) + os.sep
+    # A with block enters through contextlib, which is nobody's own line either.
+    inside = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         level, frame = level + 1, frame.f_back

@@ -27,9 +27,9 @@ def test_nothing_is_read_before_somebody_asks_and_then_once():
     [
         (APPLIED, "step 7 applied: gradient norm 2.5 clipped by 0.4, scale 1024"),
         (APPLIED._replace(clip_coefficient=1.0), "step 7 applied: gradient norm 2.5, scale 1024"),
-        (SKIPPED, "step 8 skipped: the gradient of head.weight (shape [2, 3]) holds NaN, and 3 more behind it; scale"
+        (SKIPPED, "step 8 skipped: the gradient of head.weight (shape [2, 3]) holds NaN, and 3 more behind it; at scale"
                   " 1024"),
-        (SKIPPED._replace(culprit=None), "step 8 skipped: a gradient is inf or NaN; scale 1024"),
+        (SKIPPED._replace(culprit=None), "step 8 skipped: a gradient is inf or NaN; at scale 1024"),
         (Facts("accumulating", 3, 2), "step 3 accumulating: micro-batches so far: 2"),
         (Facts("no_gradients", 3, 1), "step 3: no parameter had a gradient"),
     ],

@@ -80,9 +80,9 @@ def checked_count(value: object, name: str) -> int:
     if not (number.is_integer() and 1 <= number < 2**31):
         raise ArgumentError(
             asked=f"{name}={value!r}",
-            true=f"{name} counts steps",
+            true=f"{name} counts {'micro-batches' if name == 'accumulate' else 'steps'}",
             why="a count is a whole number, at least 1, and fits 32 bits",
-            fix="pass a whole number such as 2000",
+            fix=f"pass a whole number such as {4 if name == 'accumulate' else 2000}",
         )
     return int(number)
 

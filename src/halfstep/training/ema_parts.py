@@ -225,7 +225,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_decay(value: object) -> bool:
     """Whether a value can be a decay."""
-    """Whether a value can be a decay."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 

@@ -136,6 +136,6 @@ class Outcome:
             return f"step {facts.step}: no parameter had a gradient"
         if facts.kind == "skipped":
             culprit = f"the gradient of {facts.culprit}" if facts.culprit else "a gradient is inf or NaN"
-            return f"step {facts.step} skipped: {culprit}; scale {facts.scale:g}"
+            return f"step {facts.step} skipped: {culprit}; at scale {facts.scale:g}"
         clipped = f" clipped by {facts.clip_coefficient:.3g}" if facts.clip_coefficient != 1.0 else ""
         return f"step {facts.step} applied: gradient norm {facts.grad_norm:.4g}{clipped}, scale {facts.scale:g}"
