@@ -26,7 +26,7 @@ def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     # Not getattr: a wrapper may answer for an inner optimizer, which would never see what is set on the wrapper.
     announced = vars(optimizer).get("_step_supports_amp_scaling")
     if announced is None:
-        announced = getattr(type(optimizer), "_step_supports_amp_scaling", False)
+        return bool(getattr(type(optimizer), "_step_supports_amp_scaling", False))
     # torch's load_state_dict may switch fused off in the groups, and leaves the flag standing.
     is_off = isinstance(optimizer, TORCH_FUSED) and not all(group["fused"] for group in optimizer.param_groups)
     return bool(announced) and not is_off
