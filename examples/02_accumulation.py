@@ -48,7 +48,9 @@ def train(accumulate: int, data: list[torch.Tensor], epochs: int, *, weighted: b
                 sizes.append(outcome.num_micro_batches)
         if (outcome := stepper.flush()) is not None:  # the rest of the epoch: a shorter window, by its own mean
             sizes.append(outcome.num_micro_batches)
-    print(f"  windows of the last epoch: {sizes[-len(sizes) // epochs :]}, last loss {loss.item():.4f}")
+    with torch.no_grad():
+        loss, _ = loss_of(model, torch.cat(data))
+    print(f"  windows of the last epoch: {sizes[-len(sizes) // epochs :]}, loss over all words {loss.item():.4f}")
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -217,3 +217,13 @@ def test_MP_13_a_checkpoint_of_a_scaler_is_continued_and_one_without_is_refused(
         with pytest.raises(StateError, match="would have to be made up; nothing was loaded"):
             stepper.load_state_dict(state)
     assert stepper.scale.get() == 8192.0
+
+
+def test_MP_02_a_state_from_torchs_quiet_phase_goes_on_at_the_bound():
+    saved = {**torch.amp.GradScaler("cpu").state_dict(), "scale": 2.0**127}
+    model = nn.Linear(1, 1)
+    options = {"policy": "fp32", "scale": halfstep.DynamicScale()}
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), **options)
+    with pytest.warns(HalfstepWarning, match="its bounds are"):
+        stepper.load_state_dict(saved)
+    assert stepper.scale.get() == 2.0**24

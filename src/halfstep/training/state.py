@@ -123,13 +123,28 @@ def _restore_scaler(state: Mapping[str, Any], scale: Scale, settler: Settler) ->
         raise refusals.bad_state(
             "there is no scale to continue", "the state is a loss scaler's, this policy scales not"
         )
+    inside, note = _within_bounds(state, scale)
     scaler = GradScaler("cpu", scale=scale)
-    scaler.load_state_dict(dict(state))
+    scaler.load_state_dict(inside)
     counts = scaler.state_dict()["halfstep"]
     settler.log.load_counts(valid_counts(counts))
     warn(
-        "The state is a loss scaler's: scale and counts are loaded, schedulers and EMA are as before.", HalfstepWarning
+        f"The state is a loss scaler's: scale and counts are loaded, schedulers and EMA are as before.{note}",
+        HalfstepWarning,
     )
+
+
+def _within_bounds(state: Mapping[str, Any], scale: Scale) -> tuple[dict[str, Any], str]:
+    """torch's scale knows no bounds, and may have doubled beyond ours in a quiet phase: it goes on at the bound."""
+    low, high = scale.bounds()
+    saved = state["scale"]
+    is_number = isinstance(saved, (int, float)) and not isinstance(saved, bool) and math.isfinite(saved) and saved > 0
+    if not is_number or low <= saved <= high:
+        return dict(state), ""
+    return {
+        **state,
+        "scale": min(max(saved, low), high),
+    }, f" The scale was {saved:g}; its bounds are {low:g} to {high:g}."
 
 
 def detect_format_or_none(state: Mapping[str, Any]) -> str | None:
