@@ -166,6 +166,8 @@ BF16 = FloatFormat("bf16", exponent_bits=8, mantissa_bits=7, dtype=torch.bfloat1
 FP8_E4M3FN = FloatFormat("fp8_e4m3fn", exponent_bits=4, mantissa_bits=3, has_inf=False, dtype=torch.float8_e4m3fn)
 FP8_E5M2 = FloatFormat("fp8_e5m2", exponent_bits=5, mantissa_bits=2, dtype=torch.float8_e5m2)
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)  # what weights may be in, beside fp32
+
 FORMATS = (FP32, TF32, FP16, BF16, FP8_E4M3FN, FP8_E5M2)
 
 _ADVICE = {

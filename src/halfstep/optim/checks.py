@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ArgumentError
-from halfstep.formats import BF16, FP16, format_of
+from halfstep.formats import BF16, FP16, HALF_DTYPES, format_of
+from halfstep.kernels.overlap import overlap
 from halfstep.optim import refusals
-from halfstep.optim.rounding import HALF_DTYPES
 
 _WIDE_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -60,28 +59,14 @@ def check_parameters(parameters: Iterable[Tensor], cast_dtype: torch.dtype | Non
             raise refusals.no_master_for(p)
         if p.dtype in HALF_DTYPES or (cast_dtype is not None and p.dtype == torch.float32):
             with_master.append(p)
-    _refuse_overlap(dict.fromkeys(with_master))
+    if overlap(dict.fromkeys(with_master)):
+        raise refusals.overlap()
 
 
 def check_unchanged(p: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a parameter that was cast or moved after it was taken in."""
     if p.dtype != dtype or p.device != device:
         raise refusals.changed_after_wrapping(p, f"{dtype} on {device}", f"{p.dtype} on {p.device}")
-
-
-def _refuse_overlap(parameters: Iterable[Tensor]) -> None:
-    """Views of one flat buffer are fine as long as no byte belongs to two of them."""
-    spans: dict[object, list[tuple[int, int]]] = {}
-    for p in parameters:
-        if p.numel() == 0:
-            continue
-        first = int(p.storage_offset()) * p.element_size()
-        last = int(sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
-        memory = p.untyped_storage()._cdata
-        spans.setdefault(memory, []).append((first, first + (last + 1) * p.element_size()))
-    for in_one in spans.values():
-        if any(end > start for (_, end), (start, _) in itertools.pairwise(sorted(in_one))):
-            raise refusals.overlap()
 
 
 def narrowed_text(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.formats import HALF_DTYPES
 from halfstep.optim import refusals
 from halfstep.optim.masters import MasterWeights
-from halfstep.optim.rounding import HALF_DTYPES, rounded
+from halfstep.optim.rounding import rounded
 
 
 def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[MasterWeights]) -> dict[str, Any]:

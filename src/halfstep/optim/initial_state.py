@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import is_host
-from halfstep.optim.rounding import HALF_DTYPES
+from halfstep.formats import HALF_DTYPES
 
 BEGUN = "momentum_begun"
 _Group = dict[str, Any]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.formats import HALF_DTYPES
 from halfstep.optim import initial_state
 from halfstep.optim.refusals import bad_state
-from halfstep.optim.rounding import HALF_DTYPES
 
 if TYPE_CHECKING:
     from halfstep.optim.masters import MasterWeights

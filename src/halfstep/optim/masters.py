@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, warn
+from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.gradients import gradient_of
 from halfstep.optim import checks, initial_state, master_state, refusals
-from halfstep.optim.rounding import HALF_DTYPES
 from halfstep.optim.step_parts import Member, Part, parts_of, plain_step
 
 _wrapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -22,7 +22,6 @@ from torch import Tensor
 from halfstep._compat import is_host
 from halfstep.formats import format_of
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 _LOWEST_BIT = 1
 
 

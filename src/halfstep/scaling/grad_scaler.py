@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halfstep._compat import OptState, moved, refresh_per_optimizer_state
 from halfstep.errors import warn
+from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures, refusals
 from halfstep.scaling.agree import agreed
@@ -39,7 +40,7 @@ from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome,
 from halfstep.scaling.take_step import divides_in_kernel, step_in_kernel
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, safe_divisor, safe_factor
-from halfstep.scaling.widen import HALF_DTYPES, Widened, needs_widening
+from halfstep.scaling.widen import Widened, needs_widening
 from halfstep.scaling.window import Books, any_found_inf, parameters_of
 
 # torch's key -> the scale's own name for the same state

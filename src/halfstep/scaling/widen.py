@@ -11,7 +11,6 @@ masters. It needs 8 bytes per 16-bit parameter while the step runs.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, UnsupportedError, warn
-from halfstep.formats import format_of, saturating_cast
+from halfstep.formats import HALF_DTYPES, format_of, saturating_cast
 from halfstep.kernels.gradients import gradient_of
+from halfstep.kernels.overlap import overlap
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -181,15 +180,7 @@ def _stepped_past(optimizer: torch.optim.Optimizer) -> UnsupportedError:
 
 
 def _refuse_overlap(parameters: list[Tensor]) -> None:
-    """Views of one flat buffer are fine as long as no byte belongs to two of them."""
-    spans: list[tuple[int, int]] = []
-    for p in parameters:
-        if p.layout != torch.strided or type(p.data) is not Tensor or p.numel() == 0:
-            continue
-        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()))
-    spans.sort()
-    if any(end > next_start for (_, end), (next_start, _) in itertools.pairwise(spans)):
+    if overlap(parameters):
         raise UnsupportedError(
             asked="step() of 16-bit parameters",
             true="two of them overlap in memory",

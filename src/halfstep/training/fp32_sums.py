@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.gradients import add_to_fp32_sum
-from halfstep.scaling.widen import HALF_DTYPES
 
 
 class Fp32Sums:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from halfstep._compat import moved
+from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.gradients import drop_gradient
 from halfstep.scaling.unscale import Number
-from halfstep.scaling.widen import HALF_DTYPES
 from halfstep.training import refusals
 
 

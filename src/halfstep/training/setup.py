@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionWarning, warn
-from halfstep.formats import format_of
+from halfstep.formats import HALF_DTYPES, format_of
 from halfstep.hardware import probe
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy import Master, Policy, Scaling
@@ -19,7 +19,6 @@ from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.refusals import not_a_scale
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale
-from halfstep.scaling.widen import HALF_DTYPES
 from halfstep.scaling.window import parameters_of
 from halfstep.training import refusals
 from halfstep.training.ema import EMA
