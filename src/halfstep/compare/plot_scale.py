@@ -25,10 +25,8 @@ def draw_scale(study: Study, task: Task, words: Words) -> Any:
             axes.plot(run.skipped, heights, "x", color=style.color, ms=13, mew=3.2, zorder=5)
     axes.set_yscale("log", base=2)
     axes.set_xlim(0, max(x for x, *_ in ends))
-    lowest, highest = (
-        extreme(extreme(*run.scales, run.final_scale) for run in runs.values()) for extreme in (min, max)
-    )
-    axes.set_ylim(lowest, 4 * highest)
+    drawn = [scale for run in runs.values() for scale in (*run.scales, run.final_scale) if set(run.scales) != {1.0}]
+    axes.set_ylim(min(drawn) / 4, max(drawn) * 4)
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words("plot.scale"))
     axes.set_title(words("plot.scale_title"), fontsize=20)
