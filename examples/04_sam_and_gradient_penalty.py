@@ -1,6 +1,7 @@
 """More than one backward pass for a step: SAM, and a loss that is made of gradients.
 
 Both need true gradients under a loss scale of 16384. Run: python examples/04_sam_and_gradient_penalty.py
+(11 s on one core of an AMD EPYC)
 """
 
 import torch
