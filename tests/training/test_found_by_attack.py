@@ -5,6 +5,7 @@ import gc
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -268,8 +269,6 @@ def test_warnings_as_errors_leave_the_optimizer_whole():
     stepper = make(model, optimizer)
     one(stepper, lambda: model(torch.ones(1, 2, dtype=torch.bfloat16)).float().sum())
     optimizer.load_state_dict(optimizer.state_dict())
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(halfstep.errors.PrecisionWarning):
@@ -345,15 +344,50 @@ def test_copies_of_masks_go_once_the_device_has_told(delayed):
     assert held == [400, 400, 0, 0], "known when the second step settles the first"
 
 
-def test_a_window_without_gradients_drops_its_copies():
+def test_a_window_without_gradients_keeps_what_it_wrote_and_drops_its_copies():
     model = nn.BatchNorm1d(2)
     stepper = make(model)
+    x = torch.randn(3, 2, requires_grad=True)
     with stepper.forward():
-        loss = model(torch.randn(3, 2)).sum()
-    stepper.backward(loss, inputs=[model.weight.detach().requires_grad_()] if False else [model.weight])
-    model.weight.requires_grad_(False)
-    stepper.step()
+        loss = model(x).sum()
+    assert stepper.guarded_bytes > 0
+    stepper.backward(loss, inputs=[x])
+    assert stepper.step().kind == "no_gradients"
     assert stepper.guarded_bytes == 0
+    assert model.num_batches_tracked == 1
+
+
+def test_a_first_buffer_that_is_registered_in_a_skipped_window_goes():
+    model = nn.Linear(2, 1)
+    stepper = make(model)
+
+    def loss_of():
+        model.register_buffer("seen", torch.full((1,), math.inf))
+        return model(torch.ones(1, 2)).sum() * math.inf
+
+    assert one(stepper, loss_of).is_skipped
+    assert "seen" not in model._buffers
+    model.register_buffer("mine", torch.ones(1))
+    stepper.discard()  # no forward pass has run since: nothing of the user's is taken away
+    assert "mine" in model._buffers
+
+
+@pytest.mark.parametrize("on_instance", [True, False])
+def test_16_bit_weights_are_left_to_an_optimizer_that_announces_support(on_instance):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            if on_instance:
+                self._step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            seen.append([p.dtype for p in self.param_groups[0]["params"]])
+
+    if not on_instance:
+        Own._step_supports_amp_scaling = True
+    seen, p = [], nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    one(make(nn.ParameterList([p]), Own([p])), lambda: p.float().sum())
+    assert seen == [[torch.bfloat16]]
 
 
 def test_a_window_that_the_program_ends_in_is_mentioned():

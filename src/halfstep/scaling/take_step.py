@@ -17,19 +17,16 @@ from halfstep._compat import has_foreign_step_hooks
 from halfstep.formats import FP32
 from halfstep.scaling import fused_sgd
 from halfstep.scaling.unscale import divide_
-from halfstep.scaling.widen import TORCH_FUSED, Widened, needs_widening
+from halfstep.scaling.widen import TORCH_FUSED, Widened, announces_support, needs_widening
 from halfstep.scaling.window import parameters_of
 
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides gradients and skips steps by itself, told by ``grad_scale`` and ``found_inf``."""
-    # Not getattr: a wrapper may answer for an inner optimizer, which would never see what is set on the wrapper.
-    announced = vars(optimizer).get("_step_supports_amp_scaling")
-    if announced is None:
-        return bool(getattr(type(optimizer), "_step_supports_amp_scaling", False))
-    # torch's load_state_dict may switch fused off in the groups, and leaves the flag standing.
-    is_off = isinstance(optimizer, TORCH_FUSED) and not all(group["fused"] for group in optimizer.param_groups)
-    return bool(announced) and not is_off
+    # torch's load_state_dict may switch fused off in the groups, and leaves the flag standing on the instance.
+    is_torchs = isinstance(optimizer, TORCH_FUSED) and "_step_supports_amp_scaling" in vars(optimizer)
+    is_off = is_torchs and not all(group["fused"] for group in optimizer.param_groups)
+    return announces_support(optimizer) and not is_off
 
 
 def step_in_kernel(

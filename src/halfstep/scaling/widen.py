@@ -27,13 +27,19 @@ from halfstep.kernels.overlap import overlap
 TORCH_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
+def announces_support(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer says that it unscales and skips by itself."""
+    # Not getattr: a wrapper may answer for an inner optimizer, which would never see what is set on the wrapper.
+    own = vars(optimizer).get("_step_supports_amp_scaling")
+    return bool(getattr(type(optimizer), "_step_supports_amp_scaling", False) if own is None else own)
+
+
 def needs_widening(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of this optimizer should run in fp32 although it has 16-bit parameters with gradients.
 
     Other optimizers than torch's that announce support for loss scaling bring their own treatment of 16-bit weights.
     """
-    announces = getattr(type(optimizer), "_step_supports_amp_scaling", False)
-    if announces and not isinstance(optimizer, TORCH_FUSED):
+    if announces_support(optimizer) and not isinstance(optimizer, TORCH_FUSED):
         return False
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return any(p.dtype in HALF_DTYPES and gradient_of(p) is not None for p in parameters)

@@ -284,7 +284,7 @@ class Engine:
             return loss.detach()
 
         try:
-            with gradients.outside_autocast(self._device):
+            with gradients.outside_autocast(self.device):
                 closures.step_or_restore(self.optimizers[0], evaluate, lambda: bool(last[0][1].found_inf))
                 tell = self._conclude(*last[0])
         except BaseException:
@@ -295,8 +295,10 @@ class Engine:
         return tell()
 
     @property
-    def _device(self) -> torch.device:
-        return parameters_of(self.optimizers[0])[0].device
+    def device(self) -> torch.device:
+        """That of the first parameter: where forward passes run."""
+        parameter: Tensor = next(p for o in self.optimizers for group in o.param_groups for p in group["params"])
+        return parameter.device
 
 
 def mention_lost_windows() -> None:

@@ -105,10 +105,12 @@ class BufferGuard:
         # module -> (name of its buffer, training mode) -> whether some window changed it
         self._changes: MutableMapping[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
         self._remembered: list[_Remembered] = []
+        self._is_open = False  # between remember() and finish()
         self._travelling: list[tuple[_Remembered, HostCopy]] = []  # whether values have changed, known to the device
 
     def remember(self) -> None:
         """A window begins: copy what its forward passes may change."""
+        self._is_open = True
         with torch.no_grad():
             self._remembered = [
                 _Remembered(
@@ -133,6 +135,9 @@ class BufferGuard:
         Returns:
             Names of buffers that keep what the window did to them if it is skipped.
         """
+        if not self._is_open:
+            return []
+        self._is_open = False
         missed: list[_Remembered] = []
         flags: dict[torch.device, Tensor] = {}
         with torch.no_grad():
@@ -182,8 +187,6 @@ class BufferGuard:
             return []
         known = {(id(one.module), one.name) for one in self._remembered}
         new = [(m, name) for m, name, _ in _buffers_of(self._model) if (id(m), name) not in known]
-        if not self._remembered and not known:
-            return []  # no forward pass was seen
         if isinstance(found_inf, float):
             for module, name in new:
                 del module._buffers[name]

@@ -253,22 +253,19 @@ class Stepper:
             return self._step_with_closure(retry.MicroBatch(closure, args))
         micro_batch = retry.MicroBatch(closure, args)
         if not retry.checked_retries(retries):
-            return self._run_once(micro_batch)
+            self._run_backward(micro_batch)
+            return self.step()
         if self.accumulate != 1 and not micro_batch.is_bound():
             raise refusals.closure_sees_later_batch(self.accumulate)
         window = self._window
         if len(window.replay) != window.num_micro_batches:
             raise refusals.retries_in_part_of_window()
-        micro_batch.remember_random_state(self._device)
+        micro_batch.remember_random_state(self._engine.device)
         self._run_backward(micro_batch)
         window.replay.append(micro_batch)
         window.retries = max(window.retries, retries)
         outcome = self.step()
         return self._retried(window, outcome) if window.is_full else outcome
-
-    def _run_once(self, micro_batch: retry.MicroBatch) -> Outcome:
-        self._run_backward(micro_batch)
-        return self.step()
 
     def _run_backward(self, micro_batch: retry.MicroBatch) -> Tensor:
         with self.forward():
@@ -554,15 +551,10 @@ class Stepper:
             warn(f"An evaluation begins, and {text}", HalfstepWarning)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype, device_type = self.policy.autocast_dtype, self._device.type
+        dtype, device_type = self.policy.autocast_dtype, self._engine.device.type
         if dtype is None and not torch.is_autocast_enabled(device_type):
             return nullcontext()
         return torch.autocast(device_type, enabled=dtype is not None, dtype=dtype)
-
-    @property
-    def _device(self) -> torch.device:
-        parameter: Tensor = next(p for o in self.optimizers for group in o.param_groups for p in group["params"])
-        return parameter.device
 
     def _accumulating(self) -> Outcome:
         step, number, scale = self._settler.next_step, self._window.num_micro_batches, self._window.scale
