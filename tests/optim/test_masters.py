@@ -23,7 +23,7 @@ from halfstep.errors import PrecisionWarning
 from halfstep.optim import step_parts
 from halfstep.optim.export import fp32_state_dict
 from halfstep.optim.masters import MasterWeights
-from halfstep.optim.rounding import rounded
+from halfstep.kernels.rounding import rounded
 
 optim = torch.optim
 OPTIMIZERS = {

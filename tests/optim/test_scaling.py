@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep
 from halfstep import DynamicScale, NoScale, StaticScale
 from halfstep.optim.masters import MasterWeights
-from halfstep.optim.rounding import rounded
+from halfstep.kernels.rounding import rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.HalfstepWarning")
 optim = torch.optim
@@ -34,8 +34,8 @@ OPTIMIZERS = {
 def where(request, monkeypatch):
     """Both paths on CPU tensors: the host decides about skipping, or the inner optimizer's kernel does."""
     if request.param == "device":
-        for module in ("masters", "rounding", "step_parts"):
-            monkeypatch.setattr(f"halfstep.optim.{module}.is_host", lambda device: False)
+        for module in ("optim.masters", "kernels.rounding", "optim.step_parts"):
+            monkeypatch.setattr(f"halfstep.{module}.is_host", lambda device: False)
     return request.param
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.formats import HALF_DTYPES
+from halfstep.kernels.rounding import rounded
 from halfstep.optim import refusals
 from halfstep.optim.masters import MasterWeights
-from halfstep.optim.rounding import rounded
 
 
 def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[MasterWeights]) -> dict[str, Any]:

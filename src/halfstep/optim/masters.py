@@ -33,7 +33,7 @@ from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.gradients import gradient_of
 from halfstep.optim import checks, initial_state, master_state, refusals
-from halfstep.optim.step_parts import Member, Part, parts_of, plain_step
+from halfstep.optim.step_parts import Member, Part, parts_of, plain_step, write
 
 _wrapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -153,7 +153,7 @@ class MasterWeights(torch.optim.Optimizer):
             p.data = torch.empty_like(p.data, dtype=cast_dtype)
             member = Member(p, master)
             with torch.no_grad():
-                self._count("saturated", member.write())
+                self._count_all("saturated", write([(member, master, None)]))
         else:
             member = Member(p, None)
         self._members[p] = member
@@ -235,10 +235,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _step_part(self, part: Part, divisor: Tensor | None, found_inf: Tensor | None, *, in_parts: bool) -> Any:
         self._adopt([member for _, member, _ in part.members])
-        part.widen_gradients()
+        part.widen_gradients(None if self._skips_in_kernel() else divisor)
         try:
-            if divisor is not None and not self._skips_in_kernel():
-                part.divide_gradients(divisor)
             if self._skips_in_kernel():
                 self.inner.grad_scale, self.inner.found_inf = divisor, _flag(found_inf)  # type: ignore[attr-defined]
             result = plain_step(self.inner, part.groups(self.inner)) if in_parts else self.inner.step()
@@ -268,8 +266,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         @torch.no_grad()
         def write_weights() -> None:
-            for member in halves:
-                self._count("saturated", member.write())
+            self._count_all("saturated", write([(member, member.stepped, None) for member in halves]))
 
         halves = [member for _, member in members if member.master is not None]
         try:
@@ -331,6 +328,10 @@ class MasterWeights(torch.optim.Optimizer):
                 counts[place] = count + number
                 return
         counts.append(number)
+
+    def _count_all(self, what: str, numbers: Iterable[Tensor]) -> None:
+        for number in numbers:
+            self._count(what, number)
 
     def _total(self, what: str) -> int:
         return sum(int(count.item()) for count in self._counts[what])

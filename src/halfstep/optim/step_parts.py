@@ -6,6 +6,7 @@ stay in the cache from the widening to the rounding; elsewhere it only has to be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._compat import is_dense, is_host, moved
+from halfstep.kernels.choose import TORCH, Executor, choose
+from halfstep.kernels.rounding import adopt
 from halfstep.optim import initial_state
-from halfstep.optim.rounding import adopt, round_into
 
 PART_ON_HOST = 2**20  # elements: 4 MiB of fp32, see benchmarks/bench_masters.py
 PART_ON_DEVICE = 2**26
@@ -48,15 +50,11 @@ class Member:
             return None
         return adopt(self.master.detach(), self.parameter.detach())
 
-    def write(self, scratch: Tensor | None = None) -> Tensor | None:
-        """Round the master into the weight; how many values were saturated."""
-        assert self.master is not None
-        master = self.master.detach()
-        num_saturated = round_into(self.parameter, master, scratch)
+    def has_written(self) -> None:
+        """Remember what the weight is like now that it has been written from its master."""
         if not self._is_in_place():
             self.alias = self.parameter.detach()
         self.version = self.parameter._version
-        return num_saturated
 
     def _is_in_place(self) -> bool:
         """Whether the weight is in the memory that it was written to."""
@@ -77,46 +75,45 @@ class Part:
     Args:
         members: with the index of their group and their gradient.
         buffer: fp32, one-dimensional; None: each widened gradient has memory of its own.
+        executor: widens and rounds.
     """
 
     members: list[tuple[int, Member, Tensor]]
     buffer: Tensor | None = None
+    executor: Executor = TORCH
     _pieces: list[Tensor | None] = field(default_factory=list)
 
-    def widen_gradients(self) -> None:
-        """Give every master its parameter's gradient in fp32."""
-        self._pieces, dense, gradients = [], [], []
+    def widen_gradients(self, divisor: Tensor | None = None) -> None:
+        """Give every master its parameter's gradient in fp32, and divide all gradients.
+
+        Args:
+            divisor: 0-dim, fp32; gradients that are not widened are divided in place.
+        """
+        self._pieces, dense, sources, others = [], [], [], []
         start = 0
         for _, member, gradient in self.members:
             master = member.master
             piece = None
-            if master is not None and gradient.is_sparse:
+            if master is None:
+                others.append(gradient._values() if gradient.is_sparse else gradient)
+            elif gradient.is_sparse:
                 # Widened before duplicates are added: two fp16 values of 40000 make 80000, not inf.
                 master.grad = gradient.float().coalesce()
-            elif master is not None:
+                others.append(master.grad._values())
+            else:
                 piece = master.grad = self._piece(master, start)
                 start += master.numel()
                 dense.append(piece)
-                gradients.append(gradient)
+                sources.append(gradient)
             self._pieces.append(piece)
-        if dense:
-            torch._foreach_copy_(dense, gradients)
+        self.executor.module.widen(dense, sources, divisor)
+        if divisor is not None:
+            _divide(others, divisor)
 
     def _piece(self, master: Tensor, start: int) -> Tensor:
         if self.buffer is None or not is_dense(master):
             return torch.empty_like(master, requires_grad=False)
         return self.buffer.as_strided(master.shape, master.stride(), start)
-
-    def divide_gradients(self, divisor: Tensor) -> None:
-        """Divide gradients by a 0-dim fp32 tensor: widened ones in their buffer, all others in place."""
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for _, member, _ in self.members:
-            gradient = member.stepped.grad
-            if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
-                groups.setdefault((values.device, values.dtype), []).append(values)
-        for (device, _), values_list in groups.items():
-            torch._foreach_div_(values_list, moved(divisor, device))
 
     def drop_widened_gradients(self) -> None:
         """The masters' gradients have been used."""
@@ -125,13 +122,13 @@ class Part:
                 member.master.grad = None
 
     def write_weights(self) -> list[Tensor]:
-        """Round the masters into the weights; how many values were saturated, where the host does not know it is 0."""
-        counts = [
-            member.write(piece)
+        """Round the masters into the weights; numbers that add up to how many values were saturated."""
+        triples = [
+            (member, member.master, piece)
             for (_, member, _), piece in zip(self.members, self._pieces, strict=True)
             if member.master is not None
         ]
-        return [count for count in counts if count is not None]
+        return write(triples, self.executor)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The optimizer's groups with nothing but this part in them."""
@@ -144,6 +141,31 @@ class Part:
             {**optimizer.param_groups[index], "params": parameters, **({"dampening": 0} if begins else {})}
             for (index, begins), parameters in found.items()
         ]
+
+
+def write(triples: Sequence[tuple[Member, Tensor, Tensor | None]], executor: Executor = TORCH) -> list[Tensor]:
+    """Round masters into their weights; numbers that add up to how many values were saturated.
+
+    Args:
+        triples: members, their masters, and fp32 memory of the same shape that may be overwritten.
+        executor: rounds.
+    """
+    if not triples:
+        return []
+    members, masters, scratch = zip(*triples, strict=True)
+    weights = [member.parameter.detach() for member in members]
+    counts: list[Tensor] = executor.module.round_into(weights, [master.detach() for master in masters], scratch)
+    for member in members:
+        member.has_written()
+    return counts
+
+
+def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), group in groups.items():
+        torch._foreach_div_(group, moved(divisor, device))
 
 
 def parts_of(members: list[tuple[int, Member, Tensor]], *, in_one: bool) -> list[Part]:
@@ -164,7 +186,8 @@ def parts_of(members: list[tuple[int, Member, Tensor]], *, in_one: bool) -> list
         cut = _cut(on_device, PART_ON_HOST if is_host(device) else PART_ON_DEVICE)
         size = max(sum(member.parameter.numel() for _, member, _ in part) for part in cut)
         buffer = torch.empty(size, dtype=torch.float32, device=device)
-        parts += [Part(part, buffer) for part in cut]
+        executor = choose(device, sum(member.parameter.numel() for _, member, _ in on_device))
+        parts += [Part(part, buffer, executor) for part in cut]
     return [part for part in parts if part.members]
 
 

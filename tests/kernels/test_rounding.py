@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.formats import FP16
-from halfstep.optim.rounding import adopt, round_into, rounded
+from halfstep.kernels.rounding import adopt, round_into, rounded
 
 
 def around_every_bf16():
@@ -53,7 +53,7 @@ def test_without_the_hosts_shortcut_the_bits_are_the_same(dtype, monkeypatch):
     x = torch.cat([around_every_bf16(), torch.randn(1000)])
     x = x[~x.isnan()]
     wanted = rounded(x, dtype)
-    monkeypatch.setattr("halfstep.optim.rounding.is_host", lambda device: False)
+    monkeypatch.setattr("halfstep.kernels.rounding.is_host", lambda device: False)
     weight = torch.empty_like(x, dtype=dtype)
     count = round_into(weight, x, torch.empty_like(x))
     assert torch.equal(weight.view(torch.int16), wanted.view(torch.int16))
@@ -65,7 +65,7 @@ def test_without_the_hosts_shortcut_the_bits_are_the_same(dtype, monkeypatch):
 def test_adopt_takes_over_what_differs_and_nothing_else(dtype, on_host, monkeypatch):
     master = torch.randn(1000)
     weight, before = rounded(master, dtype), master.clone()
-    monkeypatch.setattr("halfstep.optim.rounding.is_host", lambda device: on_host)
+    monkeypatch.setattr("halfstep.kernels.rounding.is_host", lambda device: on_host)
     assert int(adopt(master, weight) or 0) == 0
     assert torch.equal(master, before)
     weight[7] = -weight[7]
