@@ -14,11 +14,11 @@ ROOT = Path(halfstep.__file__).parent
 FLOORS = {
     "errors": 0, "formats": 0, "_compat": 0,
     "hardware": 1, "ops": 1, "tensor_cores": 1, "tf32": 1,
-    "policy": 2, "casting": 2, "kernels": 2, "nn": 2, "autocast_ops": 2,
+    "policy": 2, "casting": 2, "kernels": 2, "nn": 2, "autocast_ops": 2, "autocast_cases": 2,
     "scaling": 3, "optim": 3, "distributed": 3, "emulation": 3, "emulated_attention": 3,
     "training": 4, "memory": 4, "doctor": 4,
     "integrations": 5, "compare": 5, "bench": 5,
-    "cli": 6, "__main__": 6,
+    "cli": 6, "cli_tables": 6, "__main__": 6,
 }  # fmt: skip
 
 

@@ -11,8 +11,12 @@ A page is Markdown with HTML comments that say what a block does, and that a rea
     <!-- defaults: halfstep.emulate -->  above a table of `name` | `default`: all defaults of a signature, and no others
 
 Blocks of one page share one namespace and one working folder, and run in order.
+
+A page under docs/zh is a page under docs in Chinese: the same blocks with the same code, so that the two cannot drift
+apart. On docs/lecture-map.md the last cells of the tables are run too: `a` → `b` promises that str(a) is b.
 """
 
+import ast
 import builtins
 import contextlib
 import doctest
@@ -228,6 +232,107 @@ def test_there_are_docstring_examples(name):
     assert any(test.examples for test in found)
 
 
+# -- two languages, and lines in tables -------------------------------------------------------------------------------
+
+TRANSLATED = sorted((ROOT / "docs" / "zh").rglob("*.md"))
+MAPS = [page for page in DOCS if page.name == "lecture-map.md"]
+
+
+def program_of(block: Block) -> str:
+    """What a block does: Python without comments and docstrings, shell without comments, text word for word."""
+    if block.language == "bash":
+        return re.sub(r" *#.*", "", block.text)
+    if block.language != "python":
+        return block.text
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def lines_of(text: str) -> list[tuple[str, str]]:
+    """Code that ends a row of a table, and the value that an arrow behind it promises, or nothing."""
+    return re.findall(r"\| `([^`\n]+)`(?: → `([^`\n]+)`)? \|$", prose_of(text), flags=re.MULTILINE)
+
+
+def drift(text: str, other: str) -> list[str]:
+    """Where two pages do not have the same blocks, markers and lines."""
+    drifted = []
+    for ours, theirs in itertools.zip_longest(blocks_of(text, "page"), blocks_of(other, "other")):
+        if ours is None or theirs is None:
+            drifted.append(f"{(ours or theirs).where}: a block that the other page does not have")
+        elif (ours.language, ours.asked, program_of(ours)) != (theirs.language, theirs.asked, program_of(theirs)):
+            drifted.append(f"{ours.where}: not what {theirs.where} is")
+    both = itertools.zip_longest(lines_of(text), lines_of(other))
+    return drifted + [f"{ours} in a table, not {theirs}" for ours, theirs in both if ours != theirs]
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda path: path.name)
+def test_both_languages_have_the_same_code(page):
+    original = ROOT / "docs" / page.relative_to(ROOT / "docs" / "zh")
+    text, other = (path.read_text(encoding="utf-8") for path in (page, original))
+    assert drift(text, other) == []
+    assert f"[English]({os.path.relpath(original, page.parent)})" in text
+    assert f"[中文]({os.path.relpath(page, original.parent)})" in other
+
+
+def test_there_are_translations():
+    assert {"quickstart.md", "lecture-notes-what-to-correct.md", "lecture-map.md"} <= {p.name for p in TRANSLATED}
+
+
+def test_the_language_test_can_fail():
+    english = (
+        'A.\n```python\ndef f():\n    """One."""\n    return 1  # one\n```\n<!-- output -->\n```text\n1\n```\n'
+        "```bash\nhalfstep formats  # limits\n```\n| a | `f()` → `1` |\n"
+    )
+    chinese = english.replace("A.", "甲。").replace("One", "一").replace("# one", "# 一").replace("# limits", "# 界限")
+    assert chinese != english
+    assert drift(chinese, english) == []
+    for wrong in (
+        chinese.replace("return 1", "return 2"),
+        chinese.replace("text\n1", "text\n2"),
+        chinese.replace("halfstep formats", "halfstep probe"),
+        chinese.replace("<!-- output -->", "<!-- output: rtol 0.1 -->"),
+        chinese.replace("`f()`", "`g()`"),
+        chinese + "```python\nf()\n```\n",
+    ):
+        assert len(drift(wrong, english)) == 1
+        assert len(drift(english, wrong)) == 1
+
+
+def wrong_lines(text: str, page: Path) -> list[str]:
+    """Lines in tables that do not run, or whose value is not the promised one; each after the page's first block."""
+    first = next(block for block in blocks_of(text, page.name) if block.language == "python")
+    wrong = []
+    for line, promised in lines_of(text):
+        if line.startswith("halfstep "):
+            continue  # a command: looked up with all the others below
+        names: dict[str, object] = {}
+        run_block(first, page, names)
+        try:
+            value = str(eval(line, names))
+        except Exception as error:
+            wrong.append(f"{line}: {error!r}")
+            continue
+        if promised not in ("", value):
+            wrong.append(f"{line} is {value}, not {promised}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", MAPS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_in_tables_run(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(lines_of(text)) > 30
+    assert wrong_lines(text, page) == []
+
+
+def test_the_line_test_can_fail():
+    page = "```python\nx = [1]\n```\n| a | `x.pop()` → `1` |\n| b | `x.pop()` → `2` |\n| c | `y` |\n| d | `x` |\n"
+    wrong = wrong_lines(page, ROOT)
+    assert [line.partition(":")[0] for line in wrong] == ["x.pop() is 1, not 2", "y"]
+
+
 # -- links, numbers, commands ----------------------------------------------------------------------------------------
 
 
@@ -266,8 +371,10 @@ def test_every_page_is_listed_in_the_index():
 
 
 def test_the_link_test_can_fail(tmp_path):
-    (tmp_path / "other.md").write_text("# A title, with: signs\n")
+    (tmp_path / "other.md").write_text("# A title, with: signs\n## “V100” 用 bf16，训练\n", encoding="utf-8")
     page = tmp_path / "page.md"
+    page.write_text("[a](other.md#v100-用-bf16训练) [b](other.md#v100-用-bf16-训练)\n", encoding="utf-8")
+    assert broken_links(page) == ["other.md#v100-用-bf16-训练"]
     page.write_text("[a](other.md#a-title-with-signs) [b](gone.md) [c](#nowhere) [d](other.md#gone) [e](https://x.y)\n")
     assert broken_links(page) == ["gone.md", "#nowhere", "other.md#gone"]
 
@@ -320,7 +427,7 @@ def wrong_versions(text: str) -> list[str]:
     project = (ROOT / "pyproject.toml").read_text()
     wrong = []
     for name, true in (("torch", r'"torch>=([\d.]+)"'), ("Python", r'requires-python = ">=([\d.]+)"')):
-        said = re.findall(rf"\b{name} ?>= ?(\d+\.\d+)", text)
+        said = re.findall(rf"(?<![A-Za-z]){name} ?>= ?(\d+\.\d+)", text)
         wrong += [f"{name} >= {version}" for version in said if [version] != re.findall(true, project)]
     (extras,) = re.findall(r"optional-dependencies\]\n(.*?)\n\n", project, flags=re.DOTALL)
     named = re.findall(r"(?:halfstep|\.)\[(\w+)\]", "\n".join(code_of(text)))
@@ -333,6 +440,7 @@ def test_versions_are_the_projects(page):
 
 
 def test_the_version_test_can_fail():
+    assert wrong_versions("需要torch >= 1.0") == ["torch >= 1.0"]  # no space, as Chinese allows
     assert wrong_versions("torch >= 1.0, Python>=3.2, `pip install halfstep[gold]`") == [
         "torch >= 1.0", "Python >= 3.2", "[gold]",
     ]  # fmt: skip

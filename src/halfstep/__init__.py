@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from halfstep.scaling.scale import DynamicScale as DynamicScale
     from halfstep.scaling.scale import NoScale as NoScale
     from halfstep.scaling.scale import StaticScale as StaticScale
+    from halfstep.tensor_cores import pad_to_multiple as pad_to_multiple
+    from halfstep.tensor_cores import tensor_core_advice as tensor_core_advice
+    from halfstep.tensor_cores import unpad as unpad
+    from halfstep.tf32 import enable_tf32 as enable_tf32
     from halfstep.training.ema import EMA as EMA
     from halfstep.training.outcome import Outcome as Outcome
     from halfstep.training.stepper import Stepper as Stepper
@@ -46,11 +50,15 @@ _PUBLIC = {
     "cast_model": "halfstep.casting",
     "choose_dtype": "halfstep.hardware",
     "emulate": "halfstep.emulation",
+    "enable_tf32": "halfstep.tf32",
     "fp32_state_dict": "halfstep.optim.export",
     "nn": "halfstep",
     "ops": "halfstep",
+    "pad_to_multiple": "halfstep.tensor_cores",
     "probe": "halfstep.hardware",
     "stabilize": "halfstep.nn",
+    "tensor_core_advice": "halfstep.tensor_cores",
+    "unpad": "halfstep.tensor_cores",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__"])

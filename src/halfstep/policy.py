@@ -497,7 +497,11 @@ def _require_tf32(device_type: str) -> None:
             asked="autocast under the policy tf32",
             true="torch's switch for TF32 products is off, and it is one for the whole process",
             why="products would be plain fp32; halfstep changes no process-wide setting by itself",
-            fix='call torch.set_float32_matmul_precision("high") once, before training',
+            fix=(
+                "call halfstep.enable_tf32() once, before training"
+                if device_type == "cuda"
+                else 'call torch.set_float32_matmul_precision("high") once, before training'
+            ),
         )
 
 

@@ -182,11 +182,31 @@ def test_masters_step_alike_on_both(monkeypatch):
 
 
 def test_sources_decide_which_compiled_code_is_found(tmp_path, monkeypatch):
-    from halfstep.kernels.numba_ import loops
+    from halfstep.kernels.numba_ import compiling
 
-    assert loops.source_stamp() == loops.source_stamp.__wrapped__()
-    copy = tmp_path / "kernels" / "numba_" / "loops.py"
+    assert compiling.cache_folder() == compiling.cache_folder.__wrapped__()
+    copy = tmp_path / "kernels" / "numba_" / "compiling.py"
     copy.parent.mkdir(parents=True)
     copy.write_text("changed")
-    monkeypatch.setattr(loops, "__file__", str(copy))
-    assert loops.source_stamp.__wrapped__() != loops.source_stamp()
+    monkeypatch.setattr(compiling, "__file__", str(copy))
+    assert compiling.cache_folder.__wrapped__().name != compiling.cache_folder().name
+
+
+def test_compiled_code_is_kept_and_the_users_own_folder_is_left_alone(tmp_path, monkeypatch):
+    import numba
+
+    from halfstep.kernels.numba_ import compiling
+
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path / "kept")
+    before = numba.config.CACHE_DIR
+    function = compiling.compiled(numba.njit)(_twice)
+    assert function(3) == 6
+    assert list((tmp_path / "kept").rglob("*.nbi"))
+    assert before == numba.config.CACHE_DIR
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path / "file" / "below")
+    assert compiling.compiled(numba.njit)(_twice)(4) == 8
+
+
+def _twice(x):
+    return 2 * x

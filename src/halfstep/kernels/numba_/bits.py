@@ -23,7 +23,7 @@ INFINITY = numba.uint32(0x7F800000)
 _HALF_UNIT, _SIXTEEN = numba.uint32(0x8000), numba.uint32(16)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pointer(context: Any, address: Any) -> Any:
     """An address as numba's ``carray`` wants it."""
 
@@ -33,7 +33,7 @@ def pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_of(context: Any, bits: Any) -> Any:
     """The fp32 value of a pattern."""
 
@@ -43,7 +43,7 @@ def float_of(context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_of(context: Any, value: Any) -> Any:
     """The pattern of an fp32 value."""
 
@@ -53,7 +53,7 @@ def bits_of(context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fp16_to_float(context: Any, half: Any) -> Any:
     """The value of an fp16 pattern, exactly."""
 
@@ -63,7 +63,7 @@ def fp16_to_float(context: Any, half: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_to_fp16(context: Any, value: Any) -> Any:
     """The nearest fp16 pattern, ties to even, infinity beyond the largest."""
 
@@ -73,13 +73,13 @@ def float_to_fp16(context: Any, value: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def bf16_to_float(half: Any) -> Any:
     """The value of a bf16 pattern, exactly."""
     return float_of(numba.uint32(half) << _SIXTEEN)
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def bits_to_bf16(bits: Any) -> Any:
     """The nearest bf16 pattern of an fp32 pattern, ties away from zero, infinity beyond the largest."""
     return numba.uint16((bits + _HALF_UNIT) >> _SIXTEEN)

@@ -34,7 +34,8 @@ from halfstep.kernels.numba_.bits import (
     has_fp16,
     pointer,
 )
-from halfstep.kernels.numba_.loops import Table, compiled, source_stamp
+from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.loops import Table
 
 _BLOCK = 2048  # elements whose largest magnitude is asked for: small enough to be in the first cache for a second pass
 _FP16_LARGEST = np.float32(FP16.largest)
@@ -48,7 +49,7 @@ def widen(destinations: Sequence[Tensor], sources: Sequence[Tensor], divisor: Te
     number = np.float32(1.0 if divisor is None else divisor.item())
     for dtype, pairs in compiled_pairs.items():
         halves, wides = zip(*pairs, strict=True)
-        Table(wides, halves).run(_widening(dtype == torch.bfloat16, source_stamp()), number)
+        Table(wides, halves).run(_widening(dtype == torch.bfloat16), number)
         increment_version(wides)
     torch_.widen([wide for _, wide in others], [half for half, _ in others], divisor)
 
@@ -60,7 +61,7 @@ def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor], scratch: Se
     num_saturated = 0
     for dtype, pairs in compiled_pairs.items():
         halves, wides = zip(*pairs, strict=True)
-        num_saturated += sum(Table(halves, wides).run(_rounding(dtype == torch.bfloat16, source_stamp())))
+        num_saturated += sum(Table(halves, wides).run(_rounding(dtype == torch.bfloat16)))
         increment_version(halves)
     counts = [torch.tensor(num_saturated)] if num_saturated else []
     rest = [half for half, _ in others]
@@ -84,43 +85,43 @@ def _sorted_out(halves: Sequence[Tensor], wides: Sequence[Tensor]) -> tuple[dict
 
 
 @functools.cache
-def _widening(is_bf16: bool, stamp: int) -> Callable[..., Any]:
-    @compiled
+def _widening(is_bf16: bool) -> Callable[..., Any]:
+    @compiled(numba.njit)
     def widening(addresses: Any, sizes: Any, start: int, stop: int, divisor: Any) -> int:
         base = 0
         for column in range(sizes.size):
             low, high = max(start - base, 0), min(stop - base, sizes[column])
             base += sizes[column]
             if low < high:
-                wide = carray(pointer(addresses[0, column] + 4 * low), high - low, np.float32)
-                half = carray(pointer(addresses[1, column] + 2 * low), high - low, np.uint16)
+                wide = carray(pointer(addresses[column, 0] + 4 * low), high - low, np.float32)
+                half = carray(pointer(addresses[column, 1] + 2 * low), high - low, np.uint16)
                 for i in range(wide.size):
                     value = bf16_to_float(half[i]) if is_bf16 else fp16_to_float(half[i])
                     wide[i] = value / divisor
-        return stamp
+        return 0
 
     return widening
 
 
 @functools.cache
-def _rounding(is_bf16: bool, stamp: int) -> Callable[..., Any]:
-    @compiled
+def _rounding(is_bf16: bool) -> Callable[..., Any]:
+    @compiled(numba.njit)
     def rounding(addresses: Any, sizes: Any, start: int, stop: int) -> int:
-        base, num_saturated = 0, stamp - stamp
+        base, num_saturated = 0, 0
         for column in range(sizes.size):
             low, high = max(start - base, 0), min(stop - base, sizes[column])
             base += sizes[column]
             for first in range(low, high, _BLOCK):
                 length = min(_BLOCK, high - first)
-                half = carray(pointer(addresses[0, column] + 2 * first), length, np.uint16)
-                wide = carray(pointer(addresses[1, column] + 4 * first), length, np.float32)
+                half = carray(pointer(addresses[column, 0] + 2 * first), length, np.uint16)
+                wide = carray(pointer(addresses[column, 1] + 4 * first), length, np.float32)
                 num_saturated += _round_block_to_bf16(half, wide) if is_bf16 else _round_block_to_fp16(half, wide)
         return num_saturated
 
     return rounding
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _round_block_to_bf16(half: Any, wide: Any) -> int:
     largest = uint32(0)
     for i in range(half.size):
@@ -140,7 +141,7 @@ def _round_block_to_bf16(half: Any, wide: Any) -> int:
     return num_saturated
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)
 def _round_block_to_fp16(half: Any, wide: Any) -> int:
     largest = uint32(0)
     for i in range(half.size):

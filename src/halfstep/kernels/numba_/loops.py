@@ -1,66 +1,38 @@
 """How a compiled loop runs over the elements of many tensors, on as many threads as torch uses.
 
-A loop gets a table of addresses, one row for each role (weight, gradient, ...) and one column for each tensor, and a
+A loop gets a table of addresses, one row for each tensor and one column for each role (weight, gradient, ...), and a
 range of elements, counted through all tensors in order. Every thread gets one range of equal length, so that one large
 tensor is shared and ten thousand small ones cost one call. The loops let go of Python's lock; threads are Python's own,
 since numba's pool cannot be entered from two threads at once, and two OpenMP pools would fight for the cores.
-
-Compiled code is kept beside the source where that can be written (else in the user's cache folder, else nowhere), so
-that only the first process on a machine compiles.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 FEWEST = 2**16  # elements worth a second thread: waking it takes as long as some 2**15 of them
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-
-
-@functools.cache
-def source_stamp() -> int:
-    """A number that changes with any source of the compiled loops: numba looks at one file only.
-
-    Loops mention it, so that what was compiled from older sources is not found again.
-    """
-    digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return int.from_bytes(digest.digest()[:4], "little")
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop on its first call, and keep it on disk if there is a place for it."""
-    try:
-        loop = numba.njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # no folder can be written
-        loop = numba.njit(**_OPTIONS)(function)
-    return loop  # type: ignore[no-any-return]
 
 
 class Table:
     """Where the elements of some tensors are.
 
     Args:
-        rows: for each role, its tensor of each parameter: all dense, and equal in shape and strides within a column.
+        columns: for each role, its tensor of each parameter: all dense, and equal in shape and strides within a row.
     """
 
-    def __init__(self, *rows: Sequence[Tensor]) -> None:
-        self.addresses = np.array([[t.data_ptr() for t in row] for row in rows], dtype=np.int64)
-        self.sizes = np.array([t.numel() for t in rows[0]], dtype=np.int64)
-        self._tensors = rows  # alive as long as their addresses
+    def __init__(self, *columns: Sequence[Tensor]) -> None:
+        self.addresses = np.array([[t.data_ptr() for t in column] for column in columns], dtype=np.int64).T.copy()
+        self.sizes = np.array([t.numel() for t in columns[0]], dtype=np.int64)
+        self._tensors = columns  # alive as long as their addresses
 
     def run(self, loop: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``loop(addresses, sizes, start, stop, *arguments)`` once a thread; what each call returned."""

@@ -1,0 +1,62 @@
+"""How functions are compiled, and where the machine code is kept, so that only the first process waits for it.
+
+numba keeps code beside the source, and asks for the one file's date whether it is still right. These functions lie in
+several files, and a rule in another folder; so they get a folder of their own whose name is a hash of all of them. It
+lies in the user's cache folder, or under NUMBA_CACHE_DIR; where neither can be written every process compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numba
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where the code compiled from these very sources is kept."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return _base_folder() / f"numba-{digest.hexdigest()[:16]}"
+
+
+def _base_folder() -> Path:
+    if numba.config.CACHE_DIR:
+        return Path(numba.config.CACHE_DIR) / "halfstep"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "halfstep"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Iterator[None]:
+    """numba asks for the folder when a function is decorated, and remembers the answer."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def compiled(decorator: Callable[..., Any], *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit`` or ``numba.cfunc`` with the options of all loops, kept on disk if there is a place for it."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with _kept_in(cache_folder()):
+            try:
+                return decorator(*arguments, cache=True, **OPTIONS)(function)
+            except (RuntimeError, OSError):  # no folder can be written
+                return decorator(*arguments, **OPTIONS)(function)
+
+    return decorate

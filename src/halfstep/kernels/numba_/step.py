@@ -1,0 +1,67 @@
+"""One optimizer step over many tensors: gradient, master and moments are read once and written once.
+
+A block of elements passes through a list of stages (stages.py): widened into fp32 buffers, stepped by the rule, written
+back. Memory sees the stored bytes, once in and once out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from halfstep.kernels.numba_ import memory as m
+from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.stages import BLOCK, ROW
+
+
+@intrinsic
+def _call(context: Any, stage: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Call the stage at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i64 = ir.IntType(64)
+        function = builder.inttoptr(arguments[0], ir.FunctionType(i64, [i64] * 6).as_pointer())
+        return builder.call(function, arguments[1:])
+
+    return types.int64(*[types.int64] * 7), generate
+
+
+@compiled(numba.njit)
+def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: Any, numbers: Any) -> int:
+    """Run all stages over the elements from ``start`` to ``stop``; how many values were saturated.
+
+    Args:
+        addresses: int64 ``[tensors, 8]``.
+        sizes: int64 ``[tensors]``.
+        start: counted through all tensors.
+        stop: likewise.
+        stages: their addresses, int64.
+        facts: int64 ``[tensors, 8]``; a row length above 0 says that moments are in groups, which are not cut.
+        numbers: fp32 ``[tensors, 9]``: the factor on the gradient, and the rule's constants.
+    """
+    buffers = np.zeros(4 * BLOCK, np.float32)
+    base, total = 0, 0
+    for tensor in range(sizes.size):
+        size = sizes[tensor]
+        low, high = max(start - base, 0), min(stop - base, size)
+        base += size
+        if low >= high:
+            continue
+        row = facts[tensor, ROW]
+        if row > 0:
+            low = m.group_start(low, row)
+            high = high if high == size else m.group_start(high, row)
+        a, k, c = addresses[tensor].ctypes.data, facts[tensor].ctypes.data, numbers[tensor].ctypes.data
+        while low < high:
+            n = min(BLOCK, high - low)
+            if row > 0 and low + n < high:
+                n = m.group_start(low + n, row) - low
+            for stage in stages:
+                total += _call(stage, a, k, c, buffers.ctypes.data, low, n)
+            low += n
+    return total

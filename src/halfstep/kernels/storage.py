@@ -1,0 +1,251 @@
+"""How masters and moments are kept in fewer bytes: the conversions to and from fp32, as torch operations.
+
+These are the definitions. The compiled executors do the same, bit for bit, and are tested against this file.
+
+Masters: a weight and what it lacks of its fp32 master.
+
+    split   bf16   bits = (weight << 16) + rest, rest int16      | sign 1 | exponent 8 | mantissa 7 ~ 16 in the rest |
+                   exact for every pattern whose magnitude is below 0x7F7F8000
+    split   fp16   master = weight + rest * ulp(weight) * 2**-15, rest int16
+                   exact for 2**-16 <= |master| <= 65504, else within 2**-40
+    split8  bf16   the upper 24 bits of the pattern, rounded: (weight << 8) + rest, rest int8; within 2**-16 of itself
+    split8  fp16   master = weight + rest * ulp(weight) * 2**-7, rest int8; within 2**-18 of itself, else within 2**-32
+    stochastic     no rest: the weight is rounded up or down by chance, so that its mean is the master
+
+A master beyond the largest 16-bit number saturates, whatever the storage, and is counted.
+
+Moments: ``fp32``; ``bf16``, rounded by chance, since beta2 = 0.999 takes off less than half a unit in the last place,
+where nearest rounding would stop; ``int8``, in groups with one 16-bit scale (see :func:`encode_first`).
+
+Sources: DESIGN's integer split; Zamirai et al., *Revisiting BFloat16 Training*, 2020, section 3 (stochastic rounding);
+Dettmers et al., *8-bit Optimizers via Block-wise Quantization*, ICLR 2022, section 2; FlashOptim, arXiv 2602.23349,
+section 3 (the residual in units of the last place, companding).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from halfstep._compat import rounded_sqrt
+
+
+class Master(IntEnum):
+    """What is kept beside a weight."""
+
+    NONE = 0
+    FP32 = 1
+    SPLIT = 2
+    SPLIT8 = 3
+    STOCHASTIC = 4
+
+
+class Moment(IntEnum):
+    """How a moment is kept."""
+
+    NONE = 0
+    FP32 = 1
+    BF16 = 2
+    INT8 = 3
+
+
+BF16_BOUND = 0x7F7F8000  # magnitudes from here on would round to bf16's infinity
+_LARGEST_SPLIT = BF16_BOUND - 1
+
+# ---- random bits ----------------------------------------------------------------------------------------------------
+
+
+def random_key(seed: int, step: int, tensor: int) -> int:
+    """What a tensor's random bits of one step depend on, besides the element: 32 bits."""
+    key = 0
+    for number in (seed, step, tensor):
+        for word in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
+            key = _mixed(key ^ word)
+    return key
+
+
+def _mixed(word: int) -> int:
+    word ^= word >> 16
+    word = word * 0x7FEB352D & 0xFFFFFFFF
+    word ^= word >> 15
+    word = word * 0x846CA68B & 0xFFFFFFFF
+    return word ^ word >> 16
+
+
+def random_bits(key: int, first: int, number: int, device: torch.device) -> Tensor:
+    """32 random bits for each of ``number`` elements from the ``first`` on, as int64: a function of key and index.
+
+    The mixer is the two-round multiply-xorshift hash of C. Wellons (*hash-prospector*, 2018), of which every output
+    bit depends on every input bit with a bias of about 2e-6.
+    """
+    word = torch.arange(first, first + number, device=device)
+    word = (word * 0x9E3779B1 ^ key) & 0xFFFFFFFF
+    word = word ^ word >> 16
+    word = word * 0x7FEB352D & 0xFFFFFFFF
+    word = word ^ word >> 15
+    word = word * 0x846CA68B & 0xFFFFFFFF
+    return word ^ word >> 16
+
+
+# ---- masters --------------------------------------------------------------------------------------------------------
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _saturated(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The master with what the weight's dtype cannot hold made its largest number; NaN stays."""
+    if dtype == torch.float16:
+        return master.clamp(-65504.0, 65504.0)
+    bits = _bits(master)
+    magnitude, sign = bits & 0x7FFFFFFF, bits & 0x80000000
+    held = torch.where(magnitude > 0x7F800000, bits, magnitude.clamp(max=_LARGEST_SPLIT) | sign)
+    return _floats(held)
+
+
+def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A 16-bit weight and an int16 rest."""
+    master = _saturated(master, dtype)
+    if dtype == torch.float16:
+        return _split_fp16(master, 2.0**15, torch.int16)
+    bits = _bits(master)
+    high = bits + 0x8000 >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def join(weight: Tensor, rest: Tensor) -> Tensor:
+    """The fp32 master that :func:`split` or :func:`split8` took apart."""
+    if weight.dtype == torch.float16:
+        unit = _ulp_fp16(weight) * (2.0**-15 if rest.dtype == torch.int16 else 2.0**-7)
+        return weight.float() + rest.float() * unit
+    high = weight.contiguous().view(torch.int16).to(torch.int64)
+    if rest.dtype == torch.int16:
+        return _floats((high << 16) + rest)
+    return _floats((high << 16) + (rest.to(torch.int64) << 8))
+
+
+def split8(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A 16-bit weight and an int8 rest."""
+    master = _saturated(master, dtype)
+    if dtype == torch.float16:
+        return _split_fp16(master, 2.0**7, torch.int8)
+    bits = _bits(master)
+    magnitude = (bits & 0x7FFFFFFF).clamp(max=_LARGEST_SPLIT - 0x80)  # so that neither rounding reaches infinity
+    bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, bits, magnitude | bits & 0x80000000)
+    upper = bits + 0x80 >> 8  # rounded once to 24 bits, which then split exactly
+    high = upper + 0x80 >> 8
+    return high.to(torch.int16).view(torch.bfloat16), (upper - (high << 8)).to(torch.int8)
+
+
+def _split_fp16(master: Tensor, parts: float, rest_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = master.half()
+    rest = ((master - weight.float()) / _ulp_fp16(weight) * parts).round()
+    return weight, rest.nan_to_num(0.0).to(rest_dtype)
+
+
+def _ulp_fp16(weight: Tensor) -> Tensor:
+    """The step to the next fp16 number, 2**-24 for subnormals; in fp32."""
+    exponent = (weight.contiguous().view(torch.int16).to(torch.int64) >> 10 & 0x1F).clamp(min=1)
+    return _floats(exponent - 25 + 127 << 23)  # 2**(exponent - 25)
+
+
+def round_by_chance(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round fp32 to 16 bits, up with a probability that equals the part of the unit that is above.
+
+    Args:
+        values: fp32.
+        dtype: bf16 or fp16; beyond its largest number the result is that.
+        bits: int64 in [0, 2**16), random, of the same shape.
+    """
+    largest = torch.finfo(dtype).max
+    if dtype == torch.bfloat16:
+        pattern = _bits(values)
+        rounded = _floats((pattern + bits) & 0xFFFF0000)
+        return torch.where(values.isnan(), values, rounded).clamp(-largest, largest).bfloat16()
+    # In units of the fp16 number below: exact, and fp16's subnormals need no rule of their own.
+    magnitude = values.abs().clamp(max=largest)
+    unit = _ulp_fp16(_toward_zero_fp16(magnitude))
+    whole = magnitude / unit
+    lower = whole.floor()
+    up = ((whole - lower) * 2.0**16).floor() > bits  # floor: what is below 2**-16 of a unit never rounds up
+    return ((lower + up) * unit).copysign(values).half()
+
+
+def _toward_zero_fp16(magnitude: Tensor) -> Tensor:
+    nearest = magnitude.half()
+    return torch.where(nearest.float() > magnitude, _next_below(nearest), nearest)
+
+
+def _next_below(positive: Tensor) -> Tensor:
+    return (positive.view(torch.int16) - 1).view(torch.float16)
+
+
+# ---- moments --------------------------------------------------------------------------------------------------------
+
+GROUP = 32  # elements that share a scale: 2 bytes of scale on 32 of codes
+
+
+def encode_scale(largest: Tensor) -> Tensor:
+    """A positive fp32 number in 16 bits, int16: its pattern without the sign, rounded to 8 bits of mantissa.
+
+        | exponent 8 | mantissa 8 |
+
+    fp16 would lose the gradients below 6e-5, and bf16 a bit: with 8, the largest of a group keeps the largest code, so
+    that what was decoded encodes to the same codes again.
+    """
+    return (_bits(largest) + 0x4000 >> 15).to(torch.int16)
+
+
+def decode_scale(scale: Tensor) -> Tensor:
+    """The fp32 number of :func:`encode_scale`'s 16 bits."""
+    return _floats((scale.to(torch.int64) & 0xFFFF) << 15)
+
+
+def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The first moment in int8, in groups of at most 32: the last dimension of ``values``.
+
+    A group is divided by its largest magnitude, and x in [-1, 1] is companded: the code is
+    ``round(127 * 2 x / (1 + |x|))``, so that codes are four times as dense at 0 as at 1.
+
+    Returns:
+        codes ``[..., GROUP]`` in int8 and scales ``[...]``, see :func:`encode_scale`.
+    """
+    scale = encode_scale(values.abs().amax(-1))
+    x = _shares(values, scale)
+    return (x * 254.0 / (x.abs() + 1.0)).round().to(torch.int8), scale
+
+
+def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
+    """The values that :func:`encode_first` gives back: ``x = y / (2 - |y|)`` with ``y = code / 127``."""
+    code = codes.float()
+    return code / (254.0 - code.abs()) * decode_scale(scale).unsqueeze(-1)
+
+
+def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The second moment in uint8: the square root, divided by the largest of its group.
+
+    What is not 0 never becomes 0, as long as fp32 holds the square of a 255th of the largest root.
+    """
+    root = rounded_sqrt(values)
+    scale = encode_scale(root.amax(-1))
+    code = (_shares(root, scale) * 255.0).round()
+    return torch.where(root > 0, code.clamp(min=1), code).to(torch.uint8), scale
+
+
+def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
+    """The values that :func:`encode_second` gives back."""
+    root = codes.float() / 255.0 * decode_scale(scale).unsqueeze(-1)
+    return root * root
+
+
+def _shares(values: Tensor, scale: Tensor) -> Tensor:
+    """Values as shares of their group's scale, in [-1, 1]; 0 where the group is."""
+    unit = decode_scale(scale).unsqueeze(-1)
+    return torch.where(unit > 0, (values / unit).clamp(-1, 1), torch.zeros_like(values))

@@ -1,0 +1,126 @@
+"""The step as one can read it: every storage is unpacked to fp32, the rule runs on whole tensors, and all is packed.
+
+This is what the compiled executors are tested against, and what runs where they cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from halfstep._compat import rounded_sqrt
+from halfstep.kernels import storage
+from halfstep.kernels.rounding import rounded
+from halfstep.kernels.rules import ADAM, LION, Rule
+from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.storage import GROUP, Master, Moment
+
+GRADIENT_CAP = 2.0**63  # its square is finite, and so is a mean of such squares
+_LARGEST = torch.finfo(torch.float32).max
+_EXTRA: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    ADAM.name: (rounded_sqrt, torch.div),
+    LION.name: (torch.sign,),
+}
+
+
+def step(rule: Rule, slots: Sequence[Slot], found_inf: Tensor | None = None) -> Tensor | None:
+    """Step every slot's parameter, or none of them.
+
+    Args:
+        rule: the arithmetic.
+        slots: one for each parameter.
+        found_inf: 0-dim, on the slots' device: where it is not 0, every bit stays. It is not read on the host.
+
+    Returns:
+        How many weights were saturated, 0-dim int64; None without slots.
+    """
+    counts = [_step(rule, slot, found_inf) for slot in slots]
+    return torch.stack(counts).sum() if counts else None
+
+
+def _step(rule: Rule, slot: Slot, found_inf: Tensor | None) -> Tensor:
+    bits = None
+    if slot.master == Master.STOCHASTIC or any(moment.kind == Moment.BF16 for moment in slot.moments):
+        bits = storage.random_bits(slot.key, slot.index, slot.weight.numel(), slot.weight.device)
+        bits = bits.view(slot.weight.shape)
+    multiplier, *numbers = slot.constants
+    gradient = (slot.gradient.float() * multiplier).clamp(-GRADIENT_CAP, GRADIENT_CAP)
+    moments = [_read_moment(moment, which) for which, moment in enumerate(slot.moments)]
+    if not moments:
+        moments = [torch.zeros_like(gradient)]  # SGD without momentum
+    weight, *moments = rule.function(read_master(slot), gradient, *moments, tuple(numbers), *_EXTRA.get(rule.name, ()))
+    written = _written_master(slot, weight, bits)
+    for which, (moment, value) in enumerate(zip(slot.moments, moments, strict=False)):
+        written += _written_moment(moment, which, value.clamp(-_LARGEST, _LARGEST), bits)
+    for target, value in written:
+        target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
+    num_saturated = _is_saturated(weight, slot.weight.dtype).sum()
+    return num_saturated if found_inf is None else num_saturated * (found_inf == 0)
+
+
+def _is_saturated(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the largest number of the weight's dtype is not the nearest, but only the last."""
+    if dtype == torch.float16:
+        return master.abs() > torch.finfo(dtype).max
+    if dtype == torch.bfloat16:
+        return (master.contiguous().view(torch.int32) & 0x7FFFFFFF) >= storage.BF16_BOUND
+    return master.isinf()
+
+
+def read_master(slot: Slot) -> Tensor:
+    """The parameter's value in fp32, with all the bits that are kept of it."""
+    if slot.master == Master.FP32 and slot.rest is not None:
+        return slot.rest
+    if slot.master in (Master.SPLIT, Master.SPLIT8) and slot.rest is not None:
+        return storage.join(slot.weight, slot.rest)
+    return slot.weight.float()
+
+
+def _written_master(slot: Slot, master: Tensor, bits: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    dtype = slot.weight.dtype
+    master = master.clamp(-_LARGEST, _LARGEST)
+    if dtype == torch.float32:
+        return [(slot.weight, master)]
+    if slot.master in (Master.SPLIT, Master.SPLIT8) and slot.rest is not None:
+        split = storage.split if slot.master == Master.SPLIT else storage.split8
+        weight, rest = split(master, dtype)
+        return [(slot.weight, weight), (slot.rest, rest)]
+    if slot.master == Master.STOCHASTIC and bits is not None:
+        return [(slot.weight, storage.round_by_chance(master, dtype, bits & 0xFFFF))]
+    kept = [(slot.weight, rounded(master, dtype))]
+    return kept if slot.rest is None else [*kept, (slot.rest, master)]
+
+
+# ---- moments --------------------------------------------------------------------------------------------------------
+
+
+def _read_moment(moment: Kept, which: int) -> Tensor:
+    if moment.scales is None:
+        return moment.values.float()
+    decode = (storage.decode_first, storage.decode_second)[which]
+    groups, length = _grouped(moment.values)
+    if which:
+        groups = groups.view(torch.uint8)
+    return decode(groups, moment.scales).flatten(1)[:, :length].reshape(moment.values.shape)
+
+
+def _written_moment(moment: Kept, which: int, value: Tensor, bits: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    if moment.kind == Moment.BF16 and bits is not None:
+        chance = (bits if which else bits * 0x9E3779B1 & 0xFFFFFFFF) >> 16
+        return [(moment.values, storage.round_by_chance(value, torch.bfloat16, chance))]
+    if moment.scales is None:
+        return [(moment.values, value)]
+    groups, length = _grouped(value)
+    codes, scales = (storage.encode_first, storage.encode_second)[which](groups)
+    codes = codes.view(torch.int8).flatten(1)[:, :length].reshape(value.shape)
+    return [(moment.values, codes), (moment.scales, scales)]
+
+
+def _grouped(values: Tensor) -> tuple[Tensor, int]:
+    """``[rows, groups, GROUP]``, filled up with zeros, and the length of a row."""
+    rows = values.reshape(values.shape[0], -1)
+    length = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (0, -length % GROUP))
+    return padded.view(rows.shape[0], -1, GROUP), length

@@ -1,0 +1,196 @@
+"""One step on every executor: the same bits, whatever the rule, the storage, the shape and the number of threads."""
+
+import itertools
+
+import pytest
+import torch
+
+from halfstep.kernels import rules, storage, torch_step
+from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.storage import Master, Moment
+
+executor = pytest.importorskip("halfstep.kernels.numba_.executor")
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+RULES = [rules.ADAM, rules.SGD, rules.LION]
+GROUPS = {
+    "adam": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "nesterov": True, "weight_decay": 0.1},
+    "lion": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1},
+}
+MASTERS = [(FP32, Master.NONE), *itertools.product((BF16, FP16), Master)]
+MOMENTS = [Moment.FP32, Moment.BF16, Moment.INT8]
+SHAPES = [(40, 70), (3, 32), (5, 1030), (2, 3, 4, 5), (1, 1), (7, 31)]
+
+
+@pytest.fixture(params=[1, 3], autouse=True)
+def threads(request, monkeypatch):
+    monkeypatch.setattr("halfstep.kernels.numba_.loops.FEWEST", 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def new_slot(shape, dtype, master, rule, moment, gradient_dtype=None):
+    value = torch.randn(shape)
+    weight, rest = value.to(dtype), None
+    if master == Master.FP32:
+        rest = value.clone()
+    elif master in (Master.SPLIT, Master.SPLIT8):
+        weight, rest = (storage.split if master == Master.SPLIT else storage.split8)(value, dtype)
+    moments = tuple(new_moment(shape, moment) for _ in rule.moments)
+    return Slot(weight, torch.randn(shape).to(gradient_dtype or dtype), master, rest, moments, ())
+
+
+def new_moment(shape, kind):
+    if kind != Moment.INT8:
+        return Kept(kind, torch.zeros(shape, dtype={Moment.FP32: FP32, Moment.BF16: BF16}[kind]))
+    row = torch.Size(shape).numel() // shape[0]
+    scales = torch.zeros(shape[0], -(-row // storage.GROUP), dtype=torch.int16)
+    return Kept(kind, torch.zeros(shape, dtype=torch.int8), scales)
+
+
+def copy_of(slot):
+    moments = tuple(
+        Kept(m.kind, m.values.clone(), None if m.scales is None else m.scales.clone()) for m in slot.moments
+    )
+    rest = None if slot.rest is None else slot.rest.clone()
+    return Slot(slot.weight.clone(), slot.gradient, slot.master, rest, moments, ())
+
+
+def tensors(slot):
+    yield slot.weight
+    if slot.rest is not None:
+        yield slot.rest
+    for moment in slot.moments:
+        yield moment.values
+        if moment.scales is not None:
+            yield moment.scales
+
+
+def assert_same_bits(ours, wanted):
+    for found, right in zip(tensors(ours), tensors(wanted), strict=True):
+        kind = {4: torch.int32, 2: torch.int16, 1: torch.int8}[found.element_size()]
+        assert torch.equal(found.view(kind), right.view(kind))
+
+
+def run(step, rule, slots, num_steps=3, found_inf=None):
+    """Gradients, multipliers and keys differ from step to step; they are the same for whoever runs it."""
+    total = 0
+    for number in range(1, num_steps + 1):
+        for place, slot in enumerate(slots):
+            slot.gradient = torch.randn(
+                slot.gradient.shape, generator=torch.Generator().manual_seed(number + 9 * place)
+            ).to(slot.gradient.dtype)
+            slot.numbers = rule.numbers(GROUPS[rule.name], number)
+            slot.multiplier = (1.0, -0.3, 2.0**-10)[number % 3]
+            slot.key, slot.index = storage.random_key(5, number, place), 17 * place
+        total += int(step(rule, slots, found_inf))
+    return total
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.name)
+@pytest.mark.parametrize(("dtype", "master"), MASTERS, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_compiled_and_plain_agree_in_every_bit(rule, dtype, master, moment):
+    ours = [new_slot(shape, dtype, master, rule, moment) for shape in SHAPES]
+    wanted = [copy_of(slot) for slot in ours]
+    before = [copy_of(slot) for slot in ours]
+    assert run(executor.step, rule, ours) == run(torch_step.step, rule, wanted)
+    for our, right in zip(ours, wanted, strict=True):
+        assert_same_bits(our, right)
+    assert any((our.weight != old.weight).any() for our, old in zip(ours, before, strict=True))
+
+
+@pytest.mark.parametrize("gradient_dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_gradients_of_another_dtype(dtype, gradient_dtype):
+    """Sums in fp32 over a window come with 16-bit weights."""
+    master = Master.NONE if dtype == FP32 else Master.SPLIT
+    ours = [new_slot((40, 70), dtype, master, rules.ADAM, Moment.FP32, gradient_dtype)]
+    wanted = [copy_of(slot) for slot in ours]
+    run(executor.step, rules.ADAM, ours)
+    run(torch_step.step, rules.ADAM, wanted)
+    assert_same_bits(ours[0], wanted[0])
+
+
+def test_kinds_and_sizes_mixed_in_one_call():
+    kinds = itertools.product(MASTERS, MOMENTS)
+    ours = [new_slot((index % 5 + 1, 37), *kind, rules.ADAM, moment) for index, (kind, moment) in enumerate(kinds)]
+    ours.append(new_slot((100,), BF16, Master.SPLIT, rules.ADAM, Moment.BF16))
+    ours.append(new_slot((), FP32, Master.NONE, rules.ADAM, Moment.FP32))
+    ours.append(new_slot((0, 4), BF16, Master.SPLIT, rules.ADAM, Moment.FP32))
+    wanted = [copy_of(slot) for slot in ours]
+    run(executor.step, rules.ADAM, ours)
+    run(torch_step.step, rules.ADAM, wanted)
+    for our, right in zip(ours, wanted, strict=True):
+        assert_same_bits(our, right)
+
+
+def test_sgd_without_momentum_keeps_nothing():
+    group = {**GROUPS["sgd"], "momentum": 0.0, "nesterov": False}
+    slot = Slot(torch.ones(3), torch.ones(3), Master.NONE, None, (), rules.sgd_numbers(group, 1))
+    same = copy_of(slot)
+    same.numbers = slot.numbers
+    executor.step(rules.SGD, [slot])
+    torch_step.step(rules.SGD, [same])
+    assert torch.equal(slot.weight, same.weight)
+    assert slot.weight[0].item() == pytest.approx(1 - 1e-2 * 1.1)
+
+
+@pytest.mark.parametrize("step", [executor.step, torch_step.step], ids=["numba", "torch"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_a_skipped_step_leaves_every_bit(rule, step):
+    """Invariant 1, for every storage; non-finite gradients included."""
+    for (dtype, master), moment in itertools.product(MASTERS, MOMENTS):
+        slot = new_slot((5, 70), dtype, master, rule, moment)
+        run(step, rule, [slot], num_steps=1)
+        before = copy_of(slot)
+        slot.gradient = torch.full_like(slot.gradient, torch.nan)
+        assert int(step(rule, [slot], torch.tensor(1.0))) == 0
+        assert_same_bits(slot, before)
+
+
+@pytest.mark.parametrize("step", [executor.step, torch_step.step], ids=["numba", "torch"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_nothing_non_finite_is_written(rule, step):
+    """Invariant 2: the largest finite gradients, weights and learning rates."""
+    for (dtype, master), moment in itertools.product(MASTERS, MOMENTS):
+        slot = new_slot((5, 70), dtype, master, rule, moment, FP32)
+        slot.gradient = torch.full((5, 70), 3e38)
+        slot.gradient[::2] *= -1
+        counts = 0
+        for number in range(1, 13):
+            slot.numbers = rule.numbers({**GROUPS[rule.name], "lr": 2e38, "weight_decay": 0.0}, number)
+            counts += int(step(rule, [slot], torch.tensor(0.0)))
+        assert counts > 0
+        for tensor in tensors(slot):
+            assert not tensor.is_floating_point() or tensor.isfinite().all()
+        assert torch_step.read_master(slot).isfinite().all()
+
+
+def test_threads_change_no_bit(monkeypatch):
+    slots = [new_slot((64, 70), BF16, Master.SPLIT8, rules.ADAM, Moment.INT8) for _ in range(4)]
+    others = [copy_of(slot) for slot in slots]
+    run(executor.step, rules.ADAM, slots)
+    torch.set_num_threads(7)
+    run(executor.step, rules.ADAM, others)
+    for our, right in zip(slots, others, strict=True):
+        assert_same_bits(our, right)
+
+
+def test_a_shard_has_the_random_bits_of_the_whole():
+    whole = new_slot((6, 40), BF16, Master.STOCHASTIC, rules.ADAM, Moment.BF16)
+    weight, gradient = whole.weight.clone(), whole.gradient
+    numbers = rules.adam_numbers(GROUPS["adam"], 1)
+    whole.numbers, whole.key = numbers, 99
+    executor.step(rules.ADAM, [whole])
+    for rows, index in ((slice(0, 2), 0), (slice(2, 6), 80)):
+        part = Slot(
+            weight[rows].clone(), gradient[rows].clone(), Master.STOCHASTIC, None,
+            tuple(new_moment((rows.stop - rows.start, 40), Moment.BF16) for _ in range(2)), numbers, 1.0, 99, index,
+        )  # fmt: skip
+        executor.step(rules.ADAM, [part])
+        assert torch.equal(part.weight, whole.weight[rows])
+        assert torch.equal(part.moments[1].values, whole.moments[1].values[rows])
