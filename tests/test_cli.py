@@ -10,6 +10,7 @@ import torch
 
 import halfstep
 from halfstep import cli
+from halfstep.autocast_ops import ops_table
 from halfstep.formats import FORMATS
 from halfstep.hardware import choose_dtype
 
@@ -97,9 +98,95 @@ def test_bad_input_ends_in_four_lines_and_exit_code_2(says, tmp_path, arguments,
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing written, not even in part
 
 
+def test_probe_ops_is_the_librarys_table(says):
+    code, out, _ = says("probe", "--ops", "--device", "cpu", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["policy"] == "bf16-mixed"
+    assert answer["hardware"]["device_type"] == "cpu"
+    assert answer["operations"] == [op.as_dict() for op in ops_table("bf16-mixed", "cpu")]
+
+
+@pytest.mark.parametrize("columns", ["80", "140"])
+def test_probe_ops_shows_every_operation_under_what_decides_its_dtype(says, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, err = says("probe", "--ops", "--policy", "fp16-mixed", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= int(columns)
+    assert out.startswith("Operations under fp16-mixed")
+    groups = {text.split("  ")[0]: " ".join(text.split()) for text in out.split("\n\n")}
+    for op in ops_table("fp16-mixed", "cpu"):
+        group = groups["halfstep.ops" if op.family == "halfstep.ops" else op.kind.value]
+        assert op.name in group, op.name
+    assert "with fp16 bilinear" in groups["fails"]
+    assert "conv_transpose3d*" in groups["runs in 16 bits"]
+
+
+def test_probe_ops_starts_no_training_and_gives_no_advice_for_it(says):
+    code, out, err = says("probe", "--ops", "--policy", "bf16-true", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "rounded once" in out
+
+
+def test_bench_measures_prints_and_names_what_it_wrote(says, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--device", "cpu", "--threads", 1, "--dtype", "bf16", "--sizes", "8,16", "--seconds", 1]
+    code, out, err = says("bench", "--matmul", *options, "--out", tmp_path / "new")
+    assert code == 0
+    assert max(len(line) for line in out.splitlines() if str(tmp_path)[:12] not in line) <= 80
+    assert "bf16 products" in out
+    assert "6/6" in err
+    plain = json.loads((tmp_path / "new" / "matmul.json").read_text())
+    assert plain["command"].startswith("halfstep bench --matmul --device cpu")
+    assert {cell["size"] for cell in plain["by_size"]} == {8, 16}
+    assert (tmp_path / "new" / "matmul.png").exists()
+    assert torch.get_num_threads() == 1
+
+
+def test_bench_as_json_is_what_would_be_written(says):
+    code, out, _ = says(
+        "bench", "--matmul", "--device", "cpu", "--dtype", "fp32", "--sizes", "8", "--seconds", 1, "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["by_size"][0]["dtype"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "fix"),
+    [
+        (["bench"], "halfstep bench", "run halfstep bench --matmul"),
+        (["bench", "--matmul", "--dtype", "fp64"], "the dtype 'fp64'", "choose one of these"),
+        (["bench", "--matmul", "--sizes", "0"], "size=0", "pass"),
+        (["bench", "--matmul", "--sizes", "8,x"], "sizes='8,x'", "pass"),
+        (
+            ["bench", "--matmul", "--device", "cpu", "--sizes", "100000000"],
+            "products of 100000000 x",
+            "pass --sizes up",
+        ),
+        (["bench", "--matmul", "--device", "cpu", "--threads", "0"], "threads=0", "pass --threads 1"),
+        (["bench", "--matmul", "--seconds", "-1"], "seconds=-1", "pass --seconds"),
+        (["bench", "--matmul", "--device", "cuda:77"], "to probe the device 'cuda:77'", "pass a device"),
+        (["bench", "--matmul", "--out", "{file}"], "files in", "pass --out"),
+        (["probe", "--ops", "--policy", "bf17"], "the policy 'bf17'", "use one of these"),
+        (["probe", "--ops", "--device", "gpu"], "the device 'gpu'", "pass"),
+        (["probe", "--policy", "bf16-mixed"], "halfstep probe --policy", "add --ops"),
+    ],
+)
+def test_bad_input_of_probe_and_bench(says, tmp_path, monkeypatch, arguments, asked, fix):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("halfstep.bench.measure.measure", lambda *_: pytest.fail("measured for nothing"))
+    code, out, err = says(*(argument.format(file=tmp_path / "file") for argument in arguments))
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"error: {asked}")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["true", "why", "fix"]
+    assert fix in lines[3]
+
+
 def test_help_lists_the_commands(says):
     _, out, _ = says("--help")
-    for command in ("probe", "formats", "compare"):
+    for command in ("probe", "formats", "compare", "bench"):
         assert command in out
 
 

@@ -1,26 +1,29 @@
 """The command line: each command one library call and a renderer.
 
-Purpose: `halfstep probe`, `halfstep formats`, `halfstep compare`. Method: typer reads the functions' signatures; rich
-draws. Both come with the extra ``cli``. This module can be imported without them, so that `main` can say so in plain
-words.
+Purpose: `halfstep probe`, `halfstep formats`, `halfstep compare`, `halfstep bench`. Method: typer reads the functions'
+signatures; rich draws. Both come with the extra ``cli``. This module can be imported without them, so that `main` can
+say so in plain words.
 
-Not here: anything that a program could want; that is in the library.
+Not here: anything that a program could want, which is in the library; tables (cli_tables.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from halfstep.errors import HalfstepError, MissingDependencyError
+from halfstep import cli_tables
+from halfstep.errors import ArgumentError, HalfstepError, HalfstepWarning, MissingDependencyError
 
 if TYPE_CHECKING:
     from halfstep.compare.run import Progress
+    from halfstep.hardware import Hardware
 
 try:
     import typer
@@ -31,17 +34,53 @@ _HELP = "Half-precision training: what this machine can do, what the formats can
 EXIT_BAD_INPUT = 2  # what typer exits with for a bad option
 
 
-def probe(as_json: Annotated[bool, typer.Option("--json", help="Print facts and choice as JSON.")] = False) -> None:
+def probe(
+    ops: Annotated[bool, typer.Option("--ops", help="Which dtype each operation runs in, by running it.")] = False,
+    policy: Annotated[str | None, typer.Option(help="With --ops: under this policy (default: bf16-mixed).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1, ...; default: the accelerator, if any.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print plain data as JSON.")] = False,
+) -> None:
     """What this machine multiplies natively, and which dtype to train in, with the reason."""
     from halfstep.hardware import choose_dtype
     from halfstep.hardware import probe as probe_hardware
 
-    hardware = probe_hardware()
+    if policy is not None and not ops:
+        raise ArgumentError(
+            asked=f"halfstep probe --policy {policy}",
+            true="probe reads facts about the device, and chooses a dtype by them",
+            why="a policy changes neither",
+            fix="add --ops to see which dtype each operation runs in under it",
+        )
+    hardware = probe_hardware(device)
+    if ops:
+        _probe_ops(policy or "bf16-mixed", device or hardware.device_type, hardware, as_json=as_json)
+        return
     choice = choose_dtype(hardware)
     if as_json:
         typer.echo(json.dumps({"hardware": hardware.as_dict(), "choice": choice.as_dict()}, indent=2))
     else:
-        _console().print(_facts_table(hardware.as_dict(), choice.as_dict()))
+        _console().print(cli_tables.facts(hardware.as_dict(), choice.as_dict()))
+
+
+def _probe_ops(name: str, device: str, hardware: Hardware, *, as_json: bool) -> None:
+    import warnings
+
+    import torch
+
+    from halfstep.autocast_ops import ops_table
+    from halfstep.policy import Policy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HalfstepWarning)  # advice for a training run, and none is started
+        policy = Policy.parse(name, hardware=hardware)
+        table = ops_table(policy, device)
+    if as_json:
+        operations = [op.as_dict() for op in table]
+        facts = {"policy": str(policy), "hardware": hardware.as_dict(), "torch": torch.__version__}
+        typer.echo(json.dumps({**facts, "operations": operations}, indent=2))
+    else:
+        where = f"{hardware.name or device}, torch {torch.__version__}"
+        _console().print(*cli_tables.operations(table, str(policy), where), sep="\n")
 
 
 def formats() -> None:
@@ -49,7 +88,7 @@ def formats() -> None:
     from halfstep.formats import formats_table
 
     rows = formats_table()
-    _console().print(_formats_table(rows), *(f"[bold]{row['name']}[/]  {row['meaning']}" for row in rows), sep="\n")
+    _console().print(cli_tables.formats(rows), *(f"[bold]{row['name']}[/]  {row['meaning']}" for row in rows), sep="\n")
 
 
 def compare(
@@ -82,13 +121,52 @@ def compare(
     console.print(f"{paths[0]}  (+ {', '.join(path.name for path in paths[1:])})", highlight=False)
 
 
+def bench(
+    matmul: Annotated[bool, typer.Option("--matmul", help="Measure matrix products and convolutions.")] = False,
+    sizes: Annotated[str | None, typer.Option(help="n of the n x n products, such as 256,512,1024.")] = None,
+    dtypes: Annotated[
+        list[str] | None, typer.Option("--dtype", help="fp32, tf32, fp16 or bf16; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1, ...; default: the accelerator, if any.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the CPU's products; default: torch's.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time that all measurements may take.")] = 25.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for matmul.json and matmul.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON.")] = False,
+) -> None:
+    """How fast this machine multiplies matrices, by dtype, size and layout; with verdicts that are computed."""
+    if not matmul:
+        raise ArgumentError(
+            asked="halfstep bench",
+            true="it measures what it is told to: --matmul, matrix products and convolutions by dtype, size and layout",
+            why="without it there is nothing to measure",
+            fix="run halfstep bench --matmul",
+        )
+    from halfstep.bench import files, measure, settings, table
+
+    chosen_sizes = settings.read_sizes(sizes) if sizes is not None else ()
+    chosen = settings.choose(dtypes or (), chosen_sizes, device=device, num_threads=threads, seconds=seconds)
+    if out is not None:
+        files.check_folder(out)
+    with _progress_bar() as progress:
+        measurement = measure.measure(chosen, progress)
+    command = shlex.join(["halfstep", *sys.argv[1:]])
+    paths = [] if out is None else files.write(measurement, out, command)
+    if as_json:
+        typer.echo(json.dumps(files.as_plain(measurement, command), indent=2, ensure_ascii=False))
+        return
+    console = _console()
+    console.print(*table.tables(measurement), sep="\n")
+    for path in paths:
+        console.print(str(path), highlight=False)
+
+
 def main() -> None:
     """Run the command line; every mistake of the user's ends in four lines and exit code 2."""
     try:
         if typer is None:
             raise _no_command_line()
         app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
-        for command in (probe, formats, compare):
+        for command in (probe, formats, compare, bench):
             app.command()(command)
         app(prog_name="halfstep")
     except HalfstepError as error:
@@ -105,7 +183,7 @@ def _no_command_line() -> MissingDependencyError:
     )
 
 
-# ---- renderers ------------------------------------------------------------------------------------------------------
+# ---- the terminal ---------------------------------------------------------------------------------------------------
 
 
 def _console() -> Any:
@@ -113,47 +191,6 @@ def _console() -> Any:
 
     # Where output is no terminal there is no width to ask for; 80 columns would fold the tables.
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
-
-
-def _facts_table(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    scaling = "needs loss scaling" if choice["needs_scaling"] else "needs no loss scaling"
-    memory = hardware["memory_bytes"]
-    facts = {
-        "train in": f"[bold]{choice['dtype']}[/], which {scaling}",
-        "because": choice["reason"].removeprefix(f"{choice['dtype']}: "),
-        "device": f"{hardware['name']} ({hardware['device_type']})",
-        "capability": ".".join(map(str, hardware["capability"] or ())),
-        "architecture": hardware["architecture"],
-        "features": ", ".join(hardware["features"]),
-        "native formats": ", ".join(hardware["native_formats"]),
-        "matrix units": "yes" if hardware["tensor_cores"] else "no",
-        "memory": f"{memory / 2**30:.1f} GiB" if memory else "",
-        "notes": "\n".join(note for note in hardware["notes"] if note not in choice["reason"]),
-    }
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name, text in facts.items():
-        if text:
-            table.add_row(f"[dim]{name}[/]", text)
-    return table
-
-
-def _formats_table(rows: list[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    limits = {"largest": "largest", "smallest normal": "smallest_normal", "smallest subnormal": "smallest_subnormal"}
-    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False)
-    table.add_column("format")
-    table.add_column("sign+exponent+mantissa")
-    for name in (*limits, "epsilon"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        bits = f"1+{row['exponent_bits']}+{row['mantissa_bits']}"
-        numbers = (f"{row[key]:.6g}" for key in (*limits.values(), "epsilon"))
-        table.add_row(f"[bold]{row['name']}[/]", bits, *numbers)
-    return table
 
 
 @contextmanager

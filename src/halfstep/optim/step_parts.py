@@ -34,6 +34,7 @@ class Member:
     master: nn.Parameter | None
     alias: Tensor | None = None
     version: int = -1
+    _place: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.parameter.dtype, self.parameter.device
@@ -48,24 +49,27 @@ class Member:
         assert self.master is not None
         if self.parameter._version == self.version and self._is_in_place():
             return None
+        self.alias = None
         return adopt(self.master.detach(), self.parameter.detach())
 
     def has_written(self) -> None:
         """Remember what the weight is like now that it has been written from its master."""
-        if not self._is_in_place():
+        if self.alias is None or not self._is_in_place():
             self.alias = self.parameter.detach()
+            self._place = _place(self.alias)
         self.version = self.parameter._version
 
     def _is_in_place(self) -> bool:
         """Whether the weight is in the memory that it was written to."""
-        if self.alias is None:
-            return False
-        mine, its = (t.untyped_storage()._cdata for t in (self.alias, self.parameter))
-        return mine == its and self.alias.storage_offset() == self.parameter.storage_offset()
+        return self.alias is not None and _place(self.parameter) == self._place
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies know nothing of who has written the weight: they compare it before their first step."""
         return {**self.__dict__, "alias": None, "version": -1}
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep._compat import is_dense
-from halfstep.formats import FP16
+from halfstep.formats import FP16, HALF_DTYPES
 from halfstep.kernels import torch_
 from halfstep.kernels.numba_.bits import (
     BF16_LARGEST,
@@ -73,14 +73,16 @@ _Pairs = list[tuple[Tensor, Tensor]]
 
 def _sorted_out(halves: Sequence[Tensor], wides: Sequence[Tensor]) -> tuple[dict[torch.dtype, _Pairs], _Pairs]:
     """Pairs that one loop over their memory serves, by the 16-bit dtype; and those that it does not."""
-    served: dict[torch.dtype, _Pairs] = {}
+    served: dict[torch.dtype, _Pairs] = {dtype: [] for dtype in HALF_DTYPES if dtype != torch.float16 or has_fp16()}
     others: _Pairs = []
-    for half, wide in zip(halves, wides, strict=True):
-        is_known = half.dtype == torch.bfloat16 or (half.dtype == torch.float16 and has_fp16())
-        if is_known and wide.dtype == torch.float32 and half.stride() == wide.stride() and is_dense(half):
-            served.setdefault(half.dtype, []).append((half, wide))
+    for pair in zip(halves, wides, strict=True):
+        half, wide = pair
+        is_served = half.dtype in served and wide.dtype == torch.float32
+        if is_served and half.stride() == wide.stride() and is_dense(half):
+            served[half.dtype].append(pair)
         else:
-            others.append((half, wide))
+            others.append(pair)
+    served = {dtype: pairs for dtype, pairs in served.items() if pairs}
     return served, others
 
 
