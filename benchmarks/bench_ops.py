@@ -29,6 +29,7 @@ def cases(rows: int, columns: int, device: str) -> dict[str, tuple[Callable[...,
     """Pairs of functions of one tensor ``[rows, columns]``: ours, and torch's."""
     labels = torch.randint(0, columns, (rows,), device=device)
     soft = torch.rand(rows, columns, device=device)
+    targets = {dtype: soft.to(dtype) for dtype in (torch.float16, torch.bfloat16)}  # of the dtype of what they judge
     weight = torch.ones(columns, device=device)
     cos, sin = ops.rotary_embedding(torch.arange(rows, device=device), columns)
 
@@ -51,14 +52,14 @@ def cases(rows: int, columns: int, device: str) -> dict[str, tuple[Callable[...,
             lambda x: F.cross_entropy(x, labels, label_smoothing=0.1),
         ),
         "binary_cross_entropy": (
-            lambda x: ops.binary_cross_entropy(x, soft.to(x.dtype)),
+            lambda x: ops.binary_cross_entropy(x, targets[x.dtype]),
             lambda x: F.binary_cross_entropy(x, soft),
         ),
         "binary_cross_entropy_with_logits": (
-            lambda x: ops.binary_cross_entropy_with_logits(x, soft.to(x.dtype)),
+            lambda x: ops.binary_cross_entropy_with_logits(x, targets[x.dtype]),
             lambda x: F.binary_cross_entropy_with_logits(x, soft),
         ),
-        "dice_loss": (lambda x: ops.dice_loss(x, soft.to(x.dtype)), lambda x: dice(x, soft)),
+        "dice_loss": (lambda x: ops.dice_loss(x, targets[x.dtype]), lambda x: dice(x, soft)),
         "layer_norm": (
             lambda x: ops.layer_norm(x, columns, weight),
             lambda x: F.layer_norm(x, (columns,), weight),

@@ -419,7 +419,9 @@ def test_tf32_needs_a_card_that_has_it_and_torchs_switch(monkeypatch):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        with pytest.raises(CallOrderError, match=r"switch for TF32 products is off[\s\S]*(enable_tf32|set_float32_matmul_precision)"):
+        with pytest.raises(
+            CallOrderError, match=r"switch for TF32 products is off[\s\S]*(enable_tf32|set_float32_matmul_precision)"
+        ):
             policy.autocast("cuda")
         torch.set_float32_matmul_precision("high")
         assert not policy.autocast("cuda")._enabled

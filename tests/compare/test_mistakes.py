@@ -194,6 +194,8 @@ def test_every_mistake_is_a_regime_and_starts_from_torchs_scale():
     assert wrong.keys() == set(Mistake)
     for regime in wrong.values():
         assert regime.name == f"wrong-{regime.mistake.value}"
+        if regime.mistake is Mistake.HALF_SUMS:  # of bf16, which needs no scale
+            continue
         assert regime.build_scale().get() == INIT_SCALE == torch.amp.GradScaler("cpu").state_dict()["scale"]
         assert regime.scale_settings()["growth_interval"] == GROWTH_INTERVAL
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.compare.regimes import REGIMES
+from halfstep.compare.regimes import REGIMES, Weights
 from halfstep.compare.tasks import TASKS
 from halfstep.compare.words import words_in
 
@@ -47,7 +47,7 @@ def test_the_page_names_every_regime(page):
 def test_a_row_tells_what_would_go_stale():
     task, regime = TASKS["text"], REGIMES["bf16-true"]
     assert task_row(task) != task_row(dataclasses.replace(task, in_full=True))
-    assert regime_row(regime) != regime_row(dataclasses.replace(regime, has_half_weights=False))
+    assert regime_row(regime) != regime_row(dataclasses.replace(regime, weights=Weights.FULL))
 
 
 def test_every_mistake_is_explained(page):

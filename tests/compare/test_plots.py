@@ -56,7 +56,22 @@ def test_a_run_that_was_never_finite_is_named_and_breaks_no_picture(study):
         for run in study.runs
     ]
     figure = drawn(dataclasses.replace(study, runs=tuple(lost)), "curves-autoencoder")
-    assert "bf16" in texts(figure)
+    assert "bf16 (NaN)" in texts(figure)
+    assert "fp32" in texts(figure)
+
+
+def test_powers_of_ten_reach_down_to_the_lowest_error_of_any_step(study):
+    """The best of a run need not be its end."""
+    name = "linear-small-units"
+    lowest = 1e-8
+    dipping = [
+        dataclasses.replace(run, curve=(*run.curve[:2], CurvePoint(2, lowest, lowest), *run.curve[3:]))
+        if (run.task, run.regime) == (name, "bf16")
+        else run
+        for run in study.runs
+    ]
+    low, _ = drawn(dataclasses.replace(study, runs=tuple(dipping)), f"curves-{name}").axes[0].get_ylim()
+    assert 0.1 * lowest < low < lowest
 
 
 def test_the_histogram_shows_that_nothing_of_the_first_layer_is_left(study):

@@ -1,5 +1,6 @@
 """Regimes are plain data: fresh scales, fp32 weights, nothing shared."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -29,7 +30,8 @@ def test_every_regime_names_a_policy_that_says_what_it_does():
         policy = Policy.parse(regime.policy)
         assert policy.compute_dtype == regime.format.dtype, name
         assert (policy.param_dtype == regime.format.dtype) is (regime.has_half_weights or name == "fp32"), name
-    assert REGIMES["bf16-true"].policy == "bf16-true"
+    for name in ("bf16-true", "bf16-master", "fp16-master"):
+        assert REGIMES[name].policy == name
     assert REGIMES["bf16"].policy == "bf16-mixed"
 
 
@@ -37,6 +39,18 @@ def test_mistakes_are_marked_and_the_rest_is_not():
     assert [name for name, regime in REGIMES.items() if regime.mistake] == [
         name for name in REGIMES if name.startswith("wrong-")
     ]
+
+
+def test_the_master_regimes_scale_as_the_mixed_ones_do():
+    for master, mixed in (("fp16-master", "fp16-dynamic"), ("bf16-master", "bf16")):
+        assert REGIMES[master].scale_settings() == REGIMES[mixed].scale_settings()
+        assert REGIMES[master].format == REGIMES[mixed].format
+
+
+def test_the_wrong_sum_is_bf16_masters_but_for_its_loop():
+    wrong = REGIMES["wrong-sums-in-16-bits"]
+    assert dataclasses.replace(wrong, name="bf16-master", mistake=None) == REGIMES["bf16-master"]
+    assert wrong.scale_settings() == REGIMES["bf16-master"].scale_settings()
 
 
 def test_two_runs_share_no_scale():
@@ -47,7 +61,9 @@ def test_two_runs_share_no_scale():
 
 
 def test_fp32_and_16_bit_weights_are_the_only_regimes_without_autocast():
-    assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32", "bf16-true"]
+    half = ["fp16-master", "bf16-master", "bf16-true", "wrong-sums-in-16-bits"]
+    assert [name for name, regime in REGIMES.items() if regime.has_half_weights] == half
+    assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32", *half]
     assert REGIMES["bf16"].autocast_dtype is torch.bfloat16
     assert REGIMES["fp16-dynamic"].autocast_dtype is torch.float16
 

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -11,7 +12,9 @@ import pytest
 
 from halfstep.compare import cells, report, table
 from halfstep.compare.regimes import REGIMES
-from halfstep.compare.report import check_report, write_report
+from halfstep.compare.report import check_report, default_folder, write_report
+from halfstep.compare.text import library_text
+from halfstep.compare.verdict import Thresholds
 from halfstep.compare.words import words_in
 from halfstep.errors import ArgumentError
 
@@ -184,6 +187,24 @@ def test_what_a_task_read_stands_under_its_heading_and_under_its_table(study, pa
     assert line[:4] not in page_of(study, code)[0]
 
 
+def test_the_librarys_text_is_described_in_the_readers_language(study, page_of):
+    first, *rest = study.settings.tasks
+    facts = library_text().facts
+    data = dataclasses.replace(first.build_data(), source=library_text().source, source_facts=facts)
+    tasks = (dataclasses.replace(first, build_data=lambda: data), *rest)
+    reading = dataclasses.replace(study, settings=dataclasses.replace(study.settings, tasks=tasks))
+    for text in (page_of(reading, "zh")[0], printed(reading, "zh", 140)):
+        assert f"{facts['python']} 标准库的 {facts['modules']} 个模块" in text
+        assert "modules of" not in text
+
+
+def test_a_study_of_sums_does_not_speak_of_unseen_data(study, page_of):
+    first, *rest = study.settings.tasks
+    sums = dataclasses.replace(first, metric=None, metric_name="sum_error")
+    text, _ = page_of(dataclasses.replace(study, settings=dataclasses.replace(study.settings, tasks=(sums, *rest))))
+    assert text.count("Error of each step&#39;s summed gradient") == text.count("Error on unseen data") == 1
+
+
 def with_mistake(study, old):
     """The study with one regime's rows as those of a mistaken loop."""
     new = "wrong-schedule-on-skip"
@@ -208,6 +229,14 @@ def test_a_difference_that_is_rounding_alone_is_shown_as_none(study, change, sho
     row = dataclasses.replace(study.rows[1], metric=0.012, metric_difference_from_fp32=change)
     assert cells.difference(row) == shown
     assert cells.difference(dataclasses.replace(row, regime="fp32")) == "–"
+
+
+def test_a_lost_seed_leaves_no_deviation(study):
+    metrics = [{"metric": 1.0}, {"metric": 3.0}]
+    row = dataclasses.replace(study.rows[1], seeds=2, metric=2.0, per_seed=tuple(metrics))
+    assert cells.error(row) == "2.0000 ± 1.4142"
+    lost = dataclasses.replace(row, metric=math.nan, per_seed=({"metric": 1.0}, {"metric": math.nan}))
+    assert cells.error(lost) == "nan"
 
 
 def test_a_mistake_that_cost_something_is_not_excused(study, page_of):
@@ -274,6 +303,34 @@ def test_the_table_in_the_terminal(study, code, stalls):
     assert "100% → 100%" in text
     if study.machine["emulated_formats"]:
         assert words_in(code)("emulated_short", formats=", ".join(study.machine["emulated_formats"])) in text
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("en", ["tolerance: 10\N{NO-BREAK SPACE}% of fp32's error + 0.02; predictor that ignores its input: 1.0000",
+                "tolerance: 10\N{NO-BREAK SPACE}% of fp32's error; predictor that ignores its input: 0.0738"]),
+        ("zh", ["容差: fp32 误差的 10\N{NO-BREAK SPACE}% + 0.02; 忽略输入的预测: 1.0000",
+                "容差: fp32 误差的 10\N{NO-BREAK SPACE}%; 忽略输入的预测: 0.0738"]),
+    ],
+)  # fmt: skip
+def test_under_each_table_stands_what_its_verdicts_were_judged_by(study, code, lines):
+    text = printed(study, code, 140)
+    for line in lines:
+        assert text.count(line) == 1
+
+
+def test_a_tolerance_says_no_more_than_it_has_to():
+    texts = [cells.tolerance(Thresholds(*pair), words_in("en")) for pair in ((0.1, 0.02), (0.1, 0.0), (0.0, 0.01))]
+    assert texts == [
+        "10\N{NO-BREAK SPACE}% of fp32's error + 0.02", "10\N{NO-BREAK SPACE}% of fp32's error", "0.01"
+    ]  # fmt: skip
+
+
+def test_the_short_form_does_not_replace_the_studys_report():
+    assert {str(default_folder(is_quick=is_quick)) for is_quick in (False, True)} == {
+        "halfstep-compare", "halfstep-compare-quick"
+    }  # fmt: skip
 
 
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(study):

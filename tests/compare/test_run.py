@@ -11,7 +11,7 @@ from halfstep.compare import timing
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.run import SCHEMA, compare
 from halfstep.compare.settings import choose
-from halfstep.compare.tasks import TASKS, WRONG_REGIMES
+from halfstep.compare.tasks import HALF_WEIGHTS, TASKS, WRONG_REGIMES
 from halfstep.compare.text import library_text
 from halfstep.compare.verdict import Verdict
 from halfstep.errors import ArgumentError
@@ -85,13 +85,21 @@ def test_order_is_the_tables_and_not_the_askers():
 
 def test_the_full_study_and_its_quick_form():
     full, quick = choose(device="cpu"), choose(is_quick=True, device="cpu")
-    by_name_only = {"autoencoder-short", "digits-sgd", "text", "text-small-lr"}
+    by_name_only = {"autoencoder-short", "digits-sgd", "accumulation", "text", "text-small-lr"}
     assert {task.name for task in full.tasks} == TASKS.keys() - by_name_only
     assert [regime.name for regime in full.regimes] == [
         "fp32", "fp16-unscaled", "fp16-static-8", "fp16-static-1024", "fp16-dynamic", "fp16-dynamic-from-8",
-        "fp16-dynamic-from-8-fast", "fp16-adaptive", "bf16",
+        "fp16-dynamic-from-8-fast", "fp16-adaptive", "bf16", *HALF_WEIGHTS,
     ]  # fmt: skip
-    assert all(settings.regimes_of(task) == settings.regimes for settings in (full, quick) for task in settings.tasks)
+    assert all(quick.regimes_of(task) == quick.regimes for task in quick.tasks)
+    for task in full.tasks:
+        usual = tuple(regime for regime in full.regimes if regime.in_full)
+        masters = [full.regimes[0], *(REGIMES[name] for name in ("fp16-master", "bf16-master"))]
+        expected = {
+            "attention": tuple(masters), "attention-naive": tuple(masters), "linear": full.regimes,
+            "linear-small-units": full.regimes, "digits": full.regimes,
+        }.get(task.name, usual)  # fmt: skip
+        assert full.regimes_of(task) == expected, task.name
     assert [task.name for task in quick.tasks] == ["linear", "linear-small-units", "autoencoder-short"]
     assert {"fp32", "fp16-unscaled", "fp16-dynamic"} <= {regime.name for regime in quick.regimes} < set(REGIMES)
 
@@ -106,6 +114,7 @@ def test_a_task_with_regimes_of_its_own_shows_these_beside_a_task_without():
     assert names(settings.regimes_of(digits)) == ["fp32", "fp16-dynamic", *WRONG_REGIMES]
     assert names(settings.regimes_of(linear)) == names(choose(["linear"], device="cpu").regimes)
     assert names(settings.regimes) == [*names(settings.regimes_of(linear)), *WRONG_REGIMES]
+    assert names(settings.regimes_of(linear))[-3:] == list(HALF_WEIGHTS)
 
 
 def test_in_quick_form_a_task_shows_those_of_its_regimes_that_are_meant_for_it():
@@ -121,8 +130,10 @@ def test_regimes_that_are_named_are_run_on_every_task():
 def test_every_regime_of_a_task_exists_and_fp32_is_among_them():
     for task in TASKS.values():
         assert set(task.regimes) <= REGIMES.keys()
+        assert set(task.more_regimes) <= REGIMES.keys()
         assert not task.regimes or "fp32" in task.regimes
-    assert tuple(name for name in REGIMES if name.startswith("wrong-")) == WRONG_REGIMES
+    wrong = (*WRONG_REGIMES, "wrong-sums-in-16-bits")
+    assert tuple(name for name in REGIMES if name.startswith("wrong-")) == wrong
 
 
 @pytest.mark.parametrize(
@@ -142,6 +153,14 @@ def test_a_mistake_that_cannot_be_made_on_a_task_is_refused(task, regime, lack):
     assert caught.value.true == lack
     assert "a right loop under a wrong name" in caught.value.why
     assert caught.value.fix == "choose a task that shows it: --task digits-sgd or --task text or --task text-small-lr"
+
+
+@pytest.mark.parametrize("task", ["linear", "digits-sgd", "text"])
+def test_sums_cannot_be_wrong_where_nothing_is_summed(task):
+    with pytest.raises(ArgumentError) as caught:
+        choose([task], ["wrong-sums-in-16-bits"], device="cpu")
+    assert caught.value.true == f"{task} has one micro-batch in each window, so nothing is summed"
+    assert caught.value.fix == "choose a task that shows it: --task accumulation"
 
 
 def test_a_mistake_that_can_be_made_is_not_refused():

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.compare import tasks
+from halfstep.compare import digits
+from halfstep.compare.digits import NUM_TRAIN_DIGITS
 from halfstep.compare.regimes import REGIMES
-from halfstep.compare.tasks import NUM_TRAIN_DIGITS, SMALL_UNIT, TASKS, Task
+from halfstep.compare.task import Task
+from halfstep.compare.tasks import SMALL_UNIT, TASKS
 from halfstep.compare.text import library_text
 from halfstep.compare.trainer import Trainer
 from halfstep.errors import MissingDependencyError
@@ -98,15 +100,15 @@ def test_the_digits_are_scikit_learns():
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    table = tasks._digits_table()
+    table = digits.digits_table()
     assert torch.equal(table[:, :64], torch.tensor(bunch.data).long())
     assert torch.equal(table[:, 64], torch.tensor(bunch.target))
 
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError) as caught:
-        tasks._digits_table()
+        digits.digits_table()
     assert "'sklearn' is not installed" in caught.value.true
     assert caught.value.fix == "pip install 'halfstep[cli]'"
 

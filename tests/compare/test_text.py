@@ -129,7 +129,8 @@ def test_a_logit_depends_on_its_own_and_earlier_bytes_only():
 
 def test_the_attention_is_the_textbooks():
     torch.manual_seed(0)
-    block, stream = text._Block(8, 2).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    block = text._Block(8, 2, text.causal_attention).double()
+    stream, tokens = torch.randn(3, 5, 8, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.int64)
     query, key, value = block.query_key_value(stream).split(8, -1)
     seen = torch.empty_like(stream)
     for b in range(3):
@@ -137,7 +138,7 @@ def test_the_attention_is_the_textbooks():
             for t in range(5):
                 scores = key[b, : t + 1, head] @ query[b, t, head] / 4**0.5
                 seen[b, t, head] = scores.softmax(0) @ value[b, : t + 1, head]
-    torch.testing.assert_close(block._attend(stream), block.output(seen), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(block._mix(stream, tokens), block.output(seen), rtol=1e-12, atol=1e-14)
 
 
 def test_the_residual_stream_stays_fp32_under_autocast():

@@ -9,6 +9,7 @@ import pytest
 import halfstep.compare
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.tasks import TASKS
+from halfstep.compare.text import library_text
 from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import LANGUAGES, words_in
 from halfstep.errors import ArgumentError
@@ -54,7 +55,9 @@ def test_no_text_is_asked_for_that_does_not_exist_and_none_lies_unused():
     assert asked <= ENGLISH.keys()
     for key in ENGLISH:
         is_made_up_of_parts = (
-            key.startswith(("task.", "regime.")) or key.endswith("_long") or key in {v.value for v in Verdict}
+            key.startswith(("task.", "regime.", "constant."))
+            or key.endswith("_long")
+            or key in {v.value for v in Verdict}
         )
         assert is_made_up_of_parts or f'"{key}"' in source, f"nobody reads {key!r}"
 
@@ -69,3 +72,19 @@ def test_an_unknown_language_is_refused():
 
 def test_a_task_added_by_a_user_goes_by_its_name():
     assert words_in("zh").name_of("task", "my-own") == "my-own"
+
+
+def test_what_was_read_is_said_in_the_readers_language():
+    facts = library_text().facts
+    line = words_in("zh").source("a line", facts)
+    start, end = f"所用数据：{facts['python']} 标准库的 {facts['modules']} 个模块，", f"sha256 {facts['sha256']}。"
+    assert line == f"{start}{facts['megabytes']} MB，{end}"
+    assert words_in("en").source("a line", facts) == f"Read for it: {library_text().source}."
+    assert words_in("zh").source("a line", {}) == "所用数据：a line。"
+
+
+def test_having_learned_nothing_goes_by_the_metrics_name_where_it_has_one():
+    assert words_in("en").constant("sum_error") == "no gradient at all"
+    assert words_in("en").constant("test_mse") == "predictor that ignores its input"
+    metrics = {task.metric_name for task in TASKS.values()}
+    assert {key.removeprefix("constant.") for key in ENGLISH if key.startswith("constant.")} <= metrics

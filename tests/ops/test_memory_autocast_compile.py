@@ -110,3 +110,51 @@ def test_compiled_functions_agree(name, dtype):
     limit = 2 * torch.finfo(dtype).eps
     for eager, traced in zip(*found, strict=True):
         torch.testing.assert_close(eager, traced, rtol=limit, atol=limit * eager.abs().max().item())
+
+
+ONES_AND_ZEROS = (torch.arange(64 * N).view(64, N) % 3 == 0).float()
+IGNORED = LABELS.masked_fill(torch.arange(64) % 5 == 0, -100)
+WEIGHT = torch.linspace(0.5, 2.0, N)
+PROBABILITIES = torch.linspace(0.01, 0.99, 64 * N).view(64, N)
+
+# name: (function of [64, N] whose gradient in pieces is written by hand, its input's scale)
+BY_HAND = {
+    "log_softmax": lambda x: ops.log_softmax(x, 0) + ops.log_softmax(x),
+    "cross_entropy": lambda x: ops.cross_entropy(x, IGNORED, reduction="sum"),
+    "cross_entropy, weighted": lambda x: ops.cross_entropy(x, IGNORED, weight=WEIGHT, reduction="none"),
+    "cross_entropy, smoothed": lambda x: ops.cross_entropy(x, IGNORED, label_smoothing=0.1, reduction="sum"),
+    "cross_entropy, both, of images": lambda x: ops.cross_entropy(
+        x.view(4, 16, 16, 16), IGNORED.repeat(16).view(4, 16, 16).clamp(max=15), weight=WEIGHT[:16],
+        label_smoothing=0.1, reduction="sum",
+    ),
+    "bce": lambda x: ops.binary_cross_entropy(x.abs().clamp(max=1), PROBABILITIES, weight=WEIGHT, reduction="sum"),
+    "bce_with_logits": lambda x: ops.binary_cross_entropy_with_logits(x, PROBABILITIES, reduction="sum"),
+    "bce_with_logits, weighted": lambda x: ops.binary_cross_entropy_with_logits(
+        x, ONES_AND_ZEROS, weight=WEIGHT, pos_weight=2 * WEIGHT, reduction="none"
+    ),
+    "dice_loss of rows": lambda x: ops.dice_loss(x, ONES_AND_ZEROS, dim=-1, reduction="sum"),
+    "dice_loss": lambda x: 1000 * ops.dice_loss(x, ONES_AND_ZEROS),
+    "normalize": ops.normalize,
+    "normalize, floored": lambda x: ops.normalize(x, eps=16.0),
+    "norm of rows": lambda x: ops.norm(x, -1),
+    "norm": ops.norm,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@every_half
+@pytest.mark.parametrize("size", [2**18, 8 * N])
+def test_gradients_by_hand_are_autograds(name, dtype, size, monkeypatch):
+    """With create_graph the function is differentiated as it stands; one rounding apart at most."""
+    monkeypatch.setattr("halfstep.ops.chunks._HOST_ELEMENTS", size)
+    x = torch.randn(64, N, generator=torch.Generator().manual_seed(2))
+    x[::7] = 0.0
+    x = x.to(dtype).requires_grad_()
+    y = BY_HAND[name](x)
+    incoming = torch.linspace(0.5, 2.0, y.numel()).view(y.shape).to(y.dtype)
+    (by_hand,) = torch.autograd.grad(y, x, incoming, retain_graph=True)
+    (by_autograd,) = torch.autograd.grad(y, x, incoming, create_graph=True)
+    # Where every rounding of a value of 16 bits may fall to the other side, and where two of them add up.
+    limit = torch.finfo(dtype).eps
+    rows = by_autograd.detach().abs().amax(-1, keepdim=True).float()
+    assert ((by_hand.float() - by_autograd.float()).abs() <= limit * rows).all()

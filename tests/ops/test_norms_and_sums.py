@@ -226,3 +226,41 @@ def test_bad_input():
             function(torch.zeros(2, 3), 3, torch.ones(2))
         with pytest.raises(ArgumentError, match=r"dtype torch\.int64"):
             function(torch.arange(3), 3)
+
+
+@every_half
+def test_a_row_has_the_same_norm_in_any_company(dtype):
+    """Rows outside the comfortable range are taken again; the others stay, bit for bit."""
+    x = torch.randn(16, 300).to(dtype)
+    strange = x.clone()
+    strange[::3] = 0.0
+    strange[1::3] = torch.finfo(dtype).max
+    rest = [2, 5, 8, 11, 14]
+    for function in (lambda x: ops.norm(x, -1), lambda x: ops.norm(x, -1) * 0 + ops.norm(x[:, 7:], -1)):
+        assert torch.equal(function(x)[rest], function(strange)[rest])
+    assert (ops.norm(strange, -1)[::3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_beyond_fp32_still_has_a_gradient(dtype):
+    x = torch.full((2, 4), torch.finfo(dtype).max, dtype=dtype)
+    x[1] = 1.0
+    x.requires_grad_()
+    n = ops.norm(x, -1)
+    assert n.tolist() == [math.inf, 2.0]
+    assert torch.autograd.grad(n, x, torch.ones(2))[0].tolist() == [[0.5] * 4] * 2
+    assert ops.normalize(x).tolist() == [[0.5] * 4] * 2
+
+
+@every_half
+@pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_sums_of_many_pieces(dtype, dim, keepdim, monkeypatch):
+    monkeypatch.setattr("halfstep.ops.reductions._PIECE", 70)
+    x = (torch.randn(7, 5, 6) * 10).to(dtype).requires_grad_()
+    y = ops.sum(x, dim, keepdim=keepdim)
+    exact = torch.sum(x.double(), dim=dim, keepdim=keepdim)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-5)
+    g = torch.arange(float(y.numel())).view(y.shape)
+    assert torch.equal(torch.autograd.grad(y, x, g)[0], torch.autograd.grad(exact, x, g.double())[0])

@@ -48,6 +48,36 @@ def test_rotation_is_that_of_complex_numbers(dtype, interleaved):
     torch.testing.assert_close(found.double(), true, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("angles_shape", [(5, 4), (1, 5, 4), (3, 1, 1, 4), (1, 2, 5, 4), (3, 2, 5, 4), (1, 4)])
+@pytest.mark.parametrize("size", [2**18, 80, 24, 1])  # everything, one of a batch, some rows, one row
+def test_pieces_of_a_rotation_are_the_whole(dtype, interleaved, angles_shape, size, monkeypatch):
+    monkeypatch.setattr("halfstep.ops.chunks._HOST_ELEMENTS", size)
+    x = torch.randn(5, 2, 3, 8).transpose(0, 2).to(dtype).requires_grad_()  # [3, 2, 5, 8], not contiguous
+    angles = torch.randn(angles_shape)
+    cos, sin = angles.cos(), angles.sin()
+    y = ops.apply_rotary(x, cos, sin, interleaved=interleaved)
+    exact = ops.apply_rotary(x.float(), cos, sin, interleaved=interleaved)
+    g = torch.randn(y.shape).to(dtype)
+    limit = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.float(), exact, rtol=limit, atol=limit)
+    assert y.is_contiguous()
+    (found,), (true,) = torch.autograd.grad(y, x, g, create_graph=True), torch.autograd.grad(exact, x, g.float())
+    torch.testing.assert_close(found, true, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rotation_has_second_derivatives_and_its_angles_first_ones(dtype):
+    x = torch.randn(3, 8).to(dtype).requires_grad_()
+    cos, sin = ops.rotary_embedding(torch.arange(3), 8)
+    (g,) = torch.autograd.grad(ops.apply_rotary(x, cos, sin).float().pow(2).sum(), x, create_graph=True)
+    assert torch.allclose(torch.autograd.grad(g.float().sum(), x)[0].float(), torch.full((3, 8), 2.0), rtol=0.03)
+    cos.requires_grad_()
+    ops.apply_rotary(x, cos, sin).float().sum().backward()
+    torch.testing.assert_close(cos.grad, x.detach()[:, :4].float() + x.detach()[:, 4:].float())
+
+
 def test_scores_depend_on_the_distance_alone():
     q, k = torch.randn(64).half(), torch.randn(64).half()
     cos, sin = ops.rotary_embedding(torch.tensor([5, 9, 4000, 4004]), 64)

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep.errors import PrecisionWarning
+from halfstep.kernels.rounding import rounded
 from halfstep.optim import step_parts
 from halfstep.optim.export import fp32_state_dict
 from halfstep.optim.masters import MasterWeights
-from halfstep.kernels.rounding import rounded
 
 optim = torch.optim
 OPTIMIZERS = {

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import DynamicScale, NoScale, StaticScale
-from halfstep.optim.masters import MasterWeights
 from halfstep.kernels.rounding import rounded
+from halfstep.optim.masters import MasterWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.HalfstepWarning")
 optim = torch.optim

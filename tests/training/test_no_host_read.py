@@ -91,7 +91,7 @@ class Sent:
     def read(self):
         read = sum(event == "read" for event, _ in self.log)
         self.log.append(("read", read))
-        return [0.0, 8.0, 8.0, 8.0, 1.0, 8.0]
+        return [0.0, 8.0, 8.0, 8.0, 1.0, 8.0, 0.5]
 
 
 def fake_run(monkeypatch, patched, device, name, **options):

@@ -134,6 +134,11 @@ SAYS = {
     "retries_in_part_of_window": (CallOrderError, "a retry must repeat the whole window", "or for none"),
     "closure_optimizer": (CallOrderError, "one gradient is not enough for it", "call stepper.run(closure)"),
     "foreign_shift": (ArgumentError, "be added to a weight and taken back", "build the shifts from take_gradients()"),
+    "no_sync_with_16_bit": (
+        UnsupportedError,
+        "the ranks' weights would drift apart",
+        "leave no_sync() out",
+    ),
     "distributed_clipping": (
         UnsupportedError,
         "the norm of a gradient is that of all shards",
@@ -589,6 +594,47 @@ def test_sharded_parameters_are_refused(made, tmp_path):
     check("distributed_clipping", refusal.value, "Stepper with DTensor", "each rank holds a shard of every gradient")
 
 
+def test_flat_parameters_are_refused():
+    """What FullyShardedDataParallel (torch's first) makes of a module's parameters; torch tells them by this mark."""
+    model = nn.Linear(2, 2)
+    model.weight._is_flat_param = True
+    with pytest.raises(UnsupportedError, match="flat ones of FullyShardedDataParallel"):
+        halfstep.Stepper(model, SGD(model.parameters(), 0.1), policy="fp32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_sync_is_refused_where_it_would_let_ranks_drift(made, tmp_path, dtype):
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        module = nn.Linear(2, 1).to(dtype)
+        model = nn.parallel.DistributedDataParallel(module)
+        optimizer = SGD(module.parameters(), 0.1)
+        if dtype != torch.float32:
+            optimizer = halfstep.MasterWeights(optimizer)
+        policy = "fp32" if dtype == torch.float32 else "bf16-master"
+        stepper = halfstep.Stepper(model, optimizer, policy=policy, accumulate=2)
+        before = [p.clone() for p in module.parameters()]
+        with model.no_sync():
+            with stepper.forward():
+                loss = model(torch.ones(1, 2, dtype=dtype)).float().sum()
+            if dtype == torch.float32:
+                stepper.backward(loss)
+            else:
+                with pytest.raises(UnsupportedError) as refusal:
+                    stepper.backward(loss)
+                check("no_sync_with_16_bit", refusal.value, "inside no_sync()", "fp32 sums")
+                assert all(map(torch.equal, before, module.parameters()))
+        for _ in range(1 if dtype == torch.float32 else 2):  # the window goes on where it was
+            with stepper.forward():
+                loss = model(torch.ones(1, 2, dtype=dtype)).float().sum()
+            stepper.backward(loss)
+            outcome = stepper.step()
+        assert outcome.is_applied
+    finally:
+        dist.destroy_process_group()
+
+
 def test_fp16_gradients_cannot_be_unscaled_in_place():
     model = nn.Linear(2, 1).half()
     options = {"policy": "fp32", "scale": halfstep.StaticScale(64.0)}
@@ -604,7 +650,7 @@ def test_fp16_gradients_cannot_be_unscaled_in_place():
 def test_every_refusal_has_a_bad_call():
     """A new refusal needs a bad call above, or a test of its own."""
     alone = {"closure_optimizer", "distributed_clipping", "retries_with_closure_optimizer", *NOTICED_BY.values()}
-    alone |= {"retries_on_several_ranks", "listed_twice"}
+    alone |= {"retries_on_several_ranks", "listed_twice", "no_sync_with_16_bit"}
     assert {one.refusal for one in BAD} | alone == {*REFUSALS, ""} == set(SAYS)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from halfstep.compare.rows import Row, deviation
-from halfstep.compare.verdict import Verdict
+from halfstep.compare.verdict import Thresholds, Verdict
 from halfstep.compare.words import Words
 from halfstep.formats import FP32
 
@@ -65,7 +65,7 @@ def signed(text: str) -> str:
 
 def error(row: Row) -> str:
     """The task's metric; with several seeds, mean and standard deviation."""
-    if row.seeds == 1:
+    if row.seeds == 1 or not math.isfinite(row.metric):
         return number(row.metric)
     return f"{number(row.metric)} ± {number(deviation(seed['metric'] for seed in row.per_seed))}"
 
@@ -101,6 +101,16 @@ def extra_zeros(row: Row) -> str:
         signed(f"{100 * share:.1f}") if abs(share) >= 0.0005 else "0"
         for share in (row.extra_zero_share_start, row.extra_zero_share_end)
     )
+
+
+def tolerance(limits: Thresholds, words: Words) -> str:
+    """How far above fp32's error a run may end and still match it."""
+    relative, absolute = percent(limits.same_relative), f"{limits.same_absolute:.2g}"
+    if limits.same_relative == 0:
+        return absolute
+    if limits.same_absolute == 0:
+        return words("relative", relative=relative)
+    return words("relative_and_absolute", relative=relative, absolute=absolute)
 
 
 def kib(num_bytes: int) -> str:

@@ -96,16 +96,17 @@ class SavedBytes:
 
 
 @contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
+def saved_bytes(model: nn.Module, record: SavedBytes | None = None) -> Iterator[SavedBytes]:
     """Watch a forward pass and note every storage that it keeps for the backward pass.
 
     Args:
         model: its parameters and buffers are not counted, for they are there anyway.
+        record: the one to fill; None makes one.
 
     Yields:
-        A record that fills while the forward pass runs.
+        The record, which fills while the forward pass runs. A second forward pass would reuse addresses of the first.
     """
-    record = SavedBytes()
+    record = SavedBytes() if record is None else record
     own = {tensor.untyped_storage().data_ptr() for tensor in chain(model.parameters(), model.buffers())}
 
     def note(tensor: Tensor) -> Tensor:

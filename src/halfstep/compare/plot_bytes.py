@@ -8,7 +8,7 @@ from typing import Any
 from halfstep.compare.plot_style import INK, SIZE, new_figure
 from halfstep.compare.rows import Row
 from halfstep.compare.run import Study
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.words import Words
 
 SMALLEST_BAR_BYTES = 16 * 1024  # tasks that hold less than this have nothing to show about memory
@@ -31,7 +31,8 @@ def draw_bytes(study: Study, words: Words) -> Any:
     figure.suptitle(words("plot.bytes_title"), x=0.012, ha="left", fontsize=20, fontweight="bold", color=INK)
     for axes, (task, rows) in zip(grid[:, 0], groups, strict=True):
         _draw_bars(axes, rows, [_bar_name(policies[row.regime], words) for row in rows])
-        title = words("plot.batch", task=words.name_of("task", task.name), size=task.batch_size)
+        size = task.batch_size // task.num_micro_batches
+        title = words("plot.batch", task=words.name_of("task", task.name), size=size)
         axes.set_title(title, fontsize=15)
     handles, keys = grid[0, 0].get_legend_handles_labels()
     labels = [words(key) for key in keys]

@@ -18,7 +18,7 @@ from halfstep.compare.measure import GradientStats
 from halfstep.compare.plot_style import INK, new_figure, power_of_two, style_of
 from halfstep.compare.run import Study
 from halfstep.compare.settings import REFERENCE
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.train import Run
 from halfstep.compare.words import Words
 from halfstep.formats import FP16

@@ -6,7 +6,7 @@ from typing import Any
 
 from halfstep.compare.plot_style import MUTED, label_line_ends, new_figure, style_of
 from halfstep.compare.run import Study
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.words import Words
 
 

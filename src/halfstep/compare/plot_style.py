@@ -45,10 +45,13 @@ _STYLES = {
     "fp16-dynamic-from-8-fast": Style("#882255", "-."),
     "fp16-adaptive": Style("#999933", ":", 3.2),
     "bf16": Style("#009E73"),
+    "fp16-master": Style("#0072B2", "--", 3.2),
+    "bf16-master": Style("#009E73", "-.", 3.2),
     "bf16-true": Style("#009E73", "--", 3.2),
     "wrong-clip-before-unscale": Style("#B22222", ":", 3.2),
     "wrong-update-between": Style("#AA4499", ":", 3.2),
     "wrong-schedule-on-skip": Style("#8C6D1F", ":", 3.2),
+    "wrong-sums-in-16-bits": Style("#D55E00", ":", 3.2),
 }
 
 

@@ -20,7 +20,7 @@ from halfstep.compare.plot_gradients import draw_gradients, lesson
 from halfstep.compare.plot_scale import draw_scale
 from halfstep.compare.plot_style import drawing_with, plot_words
 from halfstep.compare.run import Study
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.words import Words
 
 

@@ -1,9 +1,10 @@
 """The regimes of the study: in which format forward and backward run, how the loss is scaled, in which order.
 
-Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. All but
-``bf16-true`` keep fp32 weights (torch.autocast casts copies of them), and all but the ``wrong-`` ones run on
-halfstep's Stepper, the unscaled ones with ``NoScale``, so that rows differ in precision and scale and in nothing else.
-The ``wrong-`` ones are loops written by hand around torch's GradScaler with one common mistake each (mistakes.py).
+Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. Most keep fp32
+weights (torch.autocast casts copies of them); ``fp16-master``, ``bf16-master`` and ``bf16-true`` have 16-bit ones, the
+first two with fp32 masters in the optimizer. All but the ``wrong-`` ones run on halfstep's Stepper, the unscaled ones
+with ``NoScale``, so that rows differ in precision and scale and in nothing else. The ``wrong-`` ones are loops written
+by hand with one common mistake each (mistakes.py).
 
 Growth intervals: 2000 clean steps is every library's default and suits runs of 10**5 steps. The autoencoder's run has
 2200, so the ordinary dynamic regime here doubles every 200; the start from 8 is shown with both.
@@ -13,8 +14,9 @@ Source: P. Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,6 +25,14 @@ from halfstep.compare.mistakes import GROWTH_INTERVAL, INIT_SCALE, Mistake
 from halfstep.formats import BF16, FP16, FP32, FloatFormat
 from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale, StaticScale
+
+
+class Weights(enum.Enum):
+    """In which format a regime keeps the weights, and who keeps the rest; the second half of its policy's name."""
+
+    FULL = "mixed"  # fp32, with autocast
+    MASTER = "master"  # 16-bit, and fp32 masters in the optimizer
+    HALF = "true"  # 16-bit, and nothing else
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Regime:
         build_scale: makes the loss scale of one run. A mistaken loop has torch's own, which starts from the same.
         in_quick: whether the lecture demonstration shows it.
         in_full: whether a task shows it without asking for it by name.
-        has_half_weights: whether the weights are in ``format`` as well, with no masters.
+        weights: in which format they are kept.
         mistake: what its loop does wrong; None: it runs on the Stepper.
     """
 
@@ -44,7 +54,7 @@ class Regime:
     build_scale: Callable[[], Scale]
     in_quick: bool = True
     in_full: bool = True
-    has_half_weights: bool = False
+    weights: Weights = Weights.FULL
     mistake: Mistake | None = None
 
     @property
@@ -52,11 +62,16 @@ class Regime:
         """Name of the policy that the Stepper runs under."""
         if self.format == FP32:  # not `is`: a regime that was pickled has a copy
             return "fp32"
-        return f"{self.format.name}-{'true' if self.has_half_weights else 'mixed'}"
+        return f"{self.format.name}-{self.weights.value}"
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether the model's weights are in ``format`` as well."""
+        return self.weights is not Weights.FULL
 
     def scale_settings(self) -> dict[str, object]:
-        """The scale's kind and numbers as JSON can hold them; a mistaken loop's are those of torch's GradScaler."""
-        if self.mistake is None:
+        """The scale's kind and numbers as JSON can hold them; torch's GradScaler's in a mistaken loop of fp16."""
+        if self.mistake is None or self.format != FP16:
             return self.build_scale().state_dict()
         return {"kind": "torch", "scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
 
@@ -70,7 +85,13 @@ def _fp16(name: str, build_scale: Callable[[], Scale], *, in_quick: bool = True)
     return Regime(name, FP16, build_scale, in_quick)
 
 
+def _half_weights(name: str, fmt: FloatFormat, weights: Weights, build_scale: Callable[[], Scale] = NoScale) -> Regime:
+    return Regime(name, fmt, build_scale, in_quick=False, in_full=False, weights=weights)
+
+
 def _wrong(mistake: Mistake) -> Regime:
+    if mistake is Mistake.HALF_SUMS:
+        return replace(_half_weights(f"wrong-{mistake.value}", BF16, Weights.MASTER), mistake=mistake)
     build_scale = partial(DynamicScale, INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     return Regime(f"wrong-{mistake.value}", FP16, build_scale, in_quick=False, in_full=False, mistake=mistake)
 
@@ -87,7 +108,9 @@ REGIMES: dict[str, Regime] = {
         _fp16("fp16-dynamic-from-8-fast", partial(DynamicScale, 8.0, growth_interval=200), in_quick=False),
         _fp16("fp16-adaptive", AdaptiveScale, in_quick=False),
         Regime("bf16", BF16, NoScale),
-        Regime("bf16-true", BF16, NoScale, in_quick=False, in_full=False, has_half_weights=True),
+        _half_weights("fp16-master", FP16, Weights.MASTER, partial(DynamicScale, growth_interval=GROWTH_INTERVAL)),
+        _half_weights("bf16-master", BF16, Weights.MASTER),
+        _half_weights("bf16-true", BF16, Weights.HALF),
         *map(_wrong, Mistake),
     )
 }

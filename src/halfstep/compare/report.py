@@ -28,11 +28,12 @@ from halfstep.compare.plots import Picture, pictures
 from halfstep.compare.rows import Row, limits_of
 from halfstep.compare.run import Study
 from halfstep.compare.settings import REFERENCE
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 from halfstep.errors import ArgumentError
 
+FOLDER, QUICK_FOLDER = Path("halfstep-compare"), Path("halfstep-compare-quick")
 REPORT_NAME, JSON_NAME = "report.html", "compare.json"
 
 
@@ -57,6 +58,16 @@ def write_report(study: Study, folder: Path, words: Words) -> list[Path]:
         (draft / REPORT_NAME).write_text(render_page(study, shown, words), encoding="utf-8")
         names = sorted(path.name for path in draft.iterdir())
     return [folder / name for name in sorted(names, key=lambda name: (name != REPORT_NAME, name))]
+
+
+def default_folder(*, is_quick: bool) -> Path:
+    """Where a report goes if nobody says so: a lecture's short form does not replace the study's.
+
+    Example:
+        >>> print(default_folder(is_quick=True))
+        halfstep-compare-quick
+    """
+    return QUICK_FOLDER if is_quick else FOLDER
 
 
 def check_report(folder: Path) -> None:
@@ -168,14 +179,16 @@ def render_page(study: Study, shown: dict[str, dict[str, Any]], words: Words) ->
 
 
 def _section(study: Study, task: Task, shown: dict[str, dict[str, Any]], words: Words) -> _Section:
+    data = task.build_data()
+    caption = "sums_caption" if task.metric is None else "curves_caption"
     return _Section(
         task=task,
         title=words.name_of("task", task.name),
         text=words.texts.get(f"task.{task.name}.text", ""),
         picture=shown[f"curves-{task.name}"]["source"],
-        caption=words("curves_caption", metric=_sentence(words(f"{task.metric_name}_long"))),
+        caption=words(caption, metric=_sentence(words(f"{task.metric_name}_long"))),
         rows=study.rows_of(task.name),
-        source=task.build_data().source,
+        source=words.source(data.source, data.source_facts) if data.source else "",
         free_mistakes=_free_mistakes(study, task),
     )
 

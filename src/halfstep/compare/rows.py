@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.train import Run
 from halfstep.compare.verdict import Thresholds, Verdict, judge, worst
 

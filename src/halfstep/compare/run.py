@@ -22,7 +22,7 @@ import halfstep
 from halfstep.compare.regimes import Regime
 from halfstep.compare.rows import Row, limits_of, make_row
 from halfstep.compare.settings import REFERENCE, Settings, num_cores
-from halfstep.compare.tasks import Task, as_plain
+from halfstep.compare.task import Task, as_plain
 from halfstep.compare.timing import time_steps
 from halfstep.compare.train import Run, train
 from halfstep.compare.trainer import Precision, num_steps, one_thread

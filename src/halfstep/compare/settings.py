@@ -15,7 +15,8 @@ import torch
 
 from halfstep.compare.mistakes import Mistake
 from halfstep.compare.regimes import REGIMES, Regime
-from halfstep.compare.tasks import TASKS, Task
+from halfstep.compare.task import Task
+from halfstep.compare.tasks import TASKS
 from halfstep.errors import ArgumentError
 
 REFERENCE = REGIMES["fp32"]
@@ -105,7 +106,7 @@ def choose(
 
 def _shows(task: Task, regime: Regime, *, is_quick: bool) -> bool:
     """Whether a task shows a regime without being asked for it by name."""
-    is_own = regime.name in task.regimes if task.regimes else regime.in_full
+    is_own = regime.name in task.regimes if task.regimes else regime.in_full or regime.name in task.more_regimes
     return is_own and (regime.in_quick or not is_quick)
 
 
@@ -131,6 +132,8 @@ def _lack(task: Task, mistake: Mistake) -> str:
         return "clips no gradients"
     if mistake is Mistake.SCHEDULE_SKIPPED and task.build_scheduler is None:
         return "keeps its learning rate"
+    if mistake is Mistake.HALF_SUMS and task.num_micro_batches == 1:
+        return "has one micro-batch in each window, so nothing is summed"
     if mistake is Mistake.UPDATE_BETWEEN:
         with torch.random.fork_rng(devices=[]):
             num_tensors = len(list(task.build_model().parameters()))

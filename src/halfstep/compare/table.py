@@ -11,9 +11,9 @@ from typing import Any
 
 from halfstep.compare import cells
 from halfstep.compare._extras import need
-from halfstep.compare.rows import Row
+from halfstep.compare.rows import Row, limits_of
 from halfstep.compare.run import Study
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.verdict import Verdict
 from halfstep.compare.words import Words
 
@@ -81,10 +81,15 @@ def _table(study: Study, task: Task, words: Words, *, without: Sequence[str]) ->
 
 
 def _caption(task: Task, words: Words) -> str:
-    source = task.build_data().source
+    data = task.build_data()
+    limits = {
+        words("tolerance"): cells.tolerance(limits_of(task), words),
+        words.constant(task.metric_name): cells.number(task.constant_metric(data)),
+    }
     lines = [
         f"{words('error')}: {words(task.metric_name + '_long')}",
-        *([words("source", source=source)] * bool(source)),
+        "; ".join(f"{name}: {limit}" for name, limit in limits.items()),
+        *([words.source(data.source, data.source_facts)] * bool(data.source)),
     ]
     return "\n".join(lines) + "\n"
 

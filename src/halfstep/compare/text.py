@@ -9,8 +9,8 @@ output embedding are one tensor.
 The modules differ between Python versions, so losses compare within one version only; ``Text.source`` says which text
 it was, with a hash.
 
-Not here: the task itself (tasks.py) and its training (trainer.py). Weights are drawn as in GPT-2 without its smaller
-start of the residual projections, which two layers do not need.
+Not here: the task itself (tasks.py), its training (trainer.py), other attentions (attention.py). Weights are drawn as
+in GPT-2 without its smaller start of the residual projections, which two layers do not need.
 
 Source of the model: A. Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3; of the
 shared embedding: O. Press and L. Wolf, Using the Output Embedding to Improve Language Models, EACL 2017.
@@ -22,6 +22,7 @@ import hashlib
 import math
 import platform
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from halfstep.compare.words import words_in
 from halfstep.errors import UnsupportedError
 
 NUM_BYTES = 256  # the vocabulary: every value of a byte
@@ -71,11 +73,19 @@ class Text:
         return hashlib.sha256(self.train + self.held_out).hexdigest()
 
     @property
+    def facts(self) -> dict[str, str]:
+        """Which text this is: number of modules, Python, megabytes, and the first 16 digits of its hash."""
+        return {
+            "modules": str(len(MODULES)),
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "megabytes": f"{(len(self.train) + len(self.held_out)) / 1e6:.2f}",
+            "sha256": self.sha256[:16],
+        }
+
+    @property
     def source(self) -> str:
-        """One line that says which text this is: modules, Python, size, and the first 16 digits of its hash."""
-        python = f"{platform.python_implementation()} {platform.python_version()}"
-        size = f"{(len(self.train) + len(self.held_out)) / 1e6:.2f} MB"
-        return f"{len(MODULES)} modules of {python}'s standard library, {size}, sha256 {self.sha256[:16]}"
+        """The same in one line of English."""
+        return words_in("en")("source.library", **self.facts)
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +149,14 @@ def windows(text: bytes, num_windows: int) -> tuple[Tensor, Tensor]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
+    """Each byte attends to itself and those before; all of a window is text."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class ByteGpt(nn.Module):
     """A GPT over bytes: token and position embeddings, blocks, a last normalisation, the token embedding again.
 
@@ -146,6 +164,8 @@ class ByteGpt(nn.Module):
         num_layers: blocks.
         width: of the residual stream; a multiple of ``num_heads``.
         num_heads: of each attention.
+        context: the most bytes that it is given at once.
+        attend: mixes values, from query, key, value ``[batch, heads, time, size]`` and the tokens.
 
     The residual stream is fp32 under autocast, the logits are in autocast's format.
 
@@ -157,40 +177,50 @@ class ByteGpt(nn.Module):
         torch.Size([2, 64, 256])
     """
 
-    def __init__(self, num_layers: int = 2, width: int = 96, num_heads: int = 4) -> None:
+    def __init__(
+        self,
+        num_layers: int = 2,
+        width: int = 96,
+        num_heads: int = 4,
+        *,
+        context: int = CONTEXT,
+        attend: Attend = causal_attention,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(NUM_BYTES, width)
-        self.positions = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(_Block(width, num_heads, attend) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.apply(_draw_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte, [batch, time, NUM_BYTES], of int64 tokens [batch, time]; time up to CONTEXT."""
+        """Logits of the next byte, [batch, time, NUM_BYTES], of int64 tokens [batch, time]; time up to `context`."""
         stream = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]  # [batch, time, width]
-        return F.linear(self.norm(self.blocks(stream)), self.tokens.weight)
+        for block in self.blocks:
+            stream = block(stream, tokens)
+        return F.linear(self.norm(stream), self.tokens.weight)
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, attend: Attend) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.attend = num_heads, attend
         self.norm_attention = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, stream: Tensor) -> Tensor:
-        stream = stream + self._attend(self.norm_attention(stream))
+    def forward(self, stream: Tensor, tokens: Tensor) -> Tensor:
+        stream = stream + self._mix(self.norm_attention(stream), tokens)
         result: Tensor = stream + self.mlp(self.norm_mlp(stream))
         return result
 
-    def _attend(self, stream: Tensor) -> Tensor:
+    def _mix(self, stream: Tensor, tokens: Tensor) -> Tensor:
         batch, time, width = stream.shape
         heads = self.query_key_value(stream).view(batch, time, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width of a head]
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = self.attend(query, key, value, tokens)
         mixed: Tensor = self.output(seen.transpose(1, 2).reshape(batch, time, width))
         return mixed
 

@@ -17,7 +17,7 @@ from itertools import islice
 import torch
 
 from halfstep.compare.regimes import Regime
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.trainer import Precision, Trainer, num_steps, one_thread
 from halfstep.errors import HalfstepWarning
 

@@ -27,7 +27,7 @@ from halfstep.compare.measure import (
     storage_bytes,
 )
 from halfstep.compare.regimes import Regime
-from halfstep.compare.tasks import Task
+from halfstep.compare.task import Task
 from halfstep.compare.trainer import CurvePoint, Trainer, num_steps
 from halfstep.errors import HalfstepWarning
 
@@ -120,6 +120,8 @@ def train(task: Task, regime: Regime, seed: int, *, num_epochs: int, device: tor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HalfstepWarning)
         trainer = Trainer(task, regime, seed, torch.device(device), num_steps(task, num_epochs))
+        if task.metric is None:
+            trainer.watch_sums()
         first_weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         _loop(trainer, notes, num_epochs)
     weights = [parameter.detach() for parameter in trainer.model.parameters()]
@@ -162,8 +164,7 @@ def _loop(trainer: Trainer, notes: _Notes, num_epochs: int) -> None:
 
 
 def _first_backward(trainer: Trainer, batch: Tensor, notes: _Notes) -> None:
-    with saved_bytes(trainer.model) as notes.saved:
-        trainer.backward(batch)
+    trainer.backward(batch, around_first=saved_bytes(trainer.model, notes.saved))
     gradients = trainer.gradients()
     notes.stats += [gradient_stats(gradients), gradient_stats(gradients[:1])]
 

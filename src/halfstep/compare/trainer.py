@@ -8,21 +8,26 @@ format, forward and backward run inside ``halfstep.emulate``. Not here: what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.casting import cast_model
 from halfstep.compare.mistakes import Mistake, MistakenLoop
-from halfstep.compare.regimes import Regime
-from halfstep.compare.tasks import Data, Task
+from halfstep.compare.regimes import Regime, Weights
+from halfstep.compare.sums import ExactSums
+from halfstep.compare.task import Data, Task
 from halfstep.emulation import emulate
 from halfstep.formats import FloatFormat
 from halfstep.hardware import probe
+from halfstep.kernels.gradients import gradient_of
+from halfstep.optim.masters import MasterWeights
 from halfstep.training.stepper import Stepper
 
 
@@ -80,7 +85,9 @@ class StepperLoop:
         self.stepper = stepper
 
     def backward(self, loss_of: Callable[[], Tensor]) -> None:
-        """Forward and backward; leaves scaled gradients."""
+        """Forward and backward of one micro-batch; leaves scaled gradients, added to those of its window so far."""
+        if self.stepper.num_micro_batches > 0:
+            self.stepper.step()  # ends the micro-batch before
         with self.stepper.forward():
             loss = loss_of()
         self.stepper.backward(loss)
@@ -108,23 +115,44 @@ class Trainer:
     optimizers: Sequence[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._sums: ExactSums | None = None
+        self._sum_error = math.nan  # of the latest window
         # The first weights are drawn on the CPU: a seed means the same weights on every device.
         torch.manual_seed(self.seed)
         self.model = self.task.build_model().to(self.device)
+        self._full_weights = [p.detach().clone() for p in self.model.parameters()] if self.has_masters else []
         if self.regime.has_half_weights:
-            self.model = self.model.to(self.regime.format.dtype)
+            cast_model(self.model, self.regime.policy)
         self.data = self.task.build_data().to(self.device)
         self.precision = Precision(self.regime, self.device)
         self._loop = self._stepper_loop() if self.regime.mistake is None else self._mistaken_loop(self.regime.mistake)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer keeps fp32 masters of 16-bit weights."""
+        return self.regime.weights is Weights.MASTER
+
+    def _build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The task's optimizer, with masters if the regime wants them: the fp32 weights as they were drawn."""
+        optimizer = self.task.build_optimizer(parameters)
+        if not self.has_masters:
+            return optimizer
+        wrapped = MasterWeights(optimizer)
+        # The policy's cast left the weights rounded, and some in fp32 (batch normalisation), which have no master.
+        for parameter, full in zip(self.model.parameters(), self._full_weights, strict=True):
+            if "master" in wrapped.state[parameter]:
+                wrapped.state[parameter]["master"].copy_(full)
+        return wrapped
+
     def _stepper_loop(self) -> StepperLoop:
-        optimizer = self.task.build_optimizer(self.model.parameters())
+        optimizer = self._build_optimizer(self.model.parameters())
         self.optimizers = [optimizer]
         stepper = Stepper(
             *(self.model, optimizer),
             policy=self.regime.policy,
             scale=self.regime.build_scale(),
             clip_norm=self.task.clip_norm,
+            accumulate=self.task.num_micro_batches,
             scheduler=self._build_scheduler(optimizer) if self.task.build_scheduler else None,
             on_overflow="ignore",
             on_repeat="ignore",
@@ -135,10 +163,11 @@ class Trainer:
         loop = MistakenLoop(
             mistake,
             self.model.parameters(),
-            build_optimizer=self.task.build_optimizer,
+            build_optimizer=self._build_optimizer,
             build_scheduler=self._build_scheduler if self.task.build_scheduler else None,
             clip_norm=self.task.clip_norm,
             autocast=self.precision.autocast,
+            num_micro_batches=self.task.num_micro_batches,
         )
         self.optimizers = loop.optimizers
         return loop
@@ -158,10 +187,30 @@ class Trainer:
             order = torch.randperm(len(self.data.train_x), generator=generator)
             yield from order[: num_batches * self.task.batch_size].to(self.device).chunk(num_batches)
 
-    def backward(self, batch: Tensor) -> None:
-        """Forward and backward; leaves scaled gradients."""
+    def watch_sums(self) -> None:
+        """From now on know how far off each window's gradient is; for a task that is judged by that."""
+        self._sums = ExactSums(self.model.parameters())
+
+    def backward(self, batch: Tensor, *, around_first: AbstractContextManager[object] | None = None) -> None:
+        """Forward and backward of a window; leaves scaled gradients.
+
+        Args:
+            batch: indices of its examples.
+            around_first: surrounds its first micro-batch.
+        """
+        if self._sums is not None:
+            self._sums.clear()
+        first, *others = batch.chunk(self.task.num_micro_batches)
         with self.precision.arithmetic():
-            self._loop.backward(lambda: self._loss(self.data.train_x[batch], self.data.train_y[batch])[0])
+            with around_first or nullcontext():
+                self._loop.backward(partial(self._loss_of, first))
+            for part in others:
+                self._loop.backward(partial(self._loss_of, part))
+        if self._sums is not None:
+            self._sum_error = self._sums.error()
+
+    def _loss_of(self, batch: Tensor) -> Tensor:
+        return self._loss(self.data.train_x[batch], self.data.train_y[batch])[0]
 
     def step(self) -> bool:
         """Step, and choose the next scale; returns whether the step was applied."""
@@ -172,9 +221,7 @@ class Trainer:
         return self._loop.scale()
 
     def _loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and output. A model with 16-bit weights wants 16-bit inputs; its loss is fp32, as under autocast."""
-        if self.regime.has_half_weights and x.is_floating_point():
-            x = x.to(self.regime.format.dtype)
+        """Loss and output. A model with 16-bit weights casts its inputs itself; its loss is fp32, as under autocast."""
         output = self.model(x)
         output = output.float() if self.regime.has_half_weights else output
         return self.task.loss(output, y), output
@@ -186,11 +233,14 @@ class Trainer:
         with self.precision.arithmetic(), self.precision.autocast():
             loss, output = self._loss(self.data.test_x, self.data.test_y)
         self.model.train()
+        if self.task.metric is None:
+            return CurvePoint(step, float(loss), self._sum_error)
         return CurvePoint(step, float(loss), self.task.metric(self.model, output, self.data))
 
     def gradients(self) -> list[Tensor]:
-        """Gradients as they are, in the order of the parameters."""
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        """Gradients as they are, in the order of the parameters; a window's fp32 sums where it has some."""
+        found = [gradient_of(parameter) for parameter in self.model.parameters()]
+        return [gradient for gradient in found if gradient is not None]
 
 
 def num_steps(task: Task, num_epochs: int) -> int:

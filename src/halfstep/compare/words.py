@@ -8,6 +8,7 @@ same in every language because one types them.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -38,6 +39,14 @@ class Words:
     def name_of(self, kind: str, name: str) -> str:
         """A task's or regime's title; its plain name where the dictionary has none (one added by a user)."""
         return self.texts.get(f"{kind}.{name}", name)
+
+    def source(self, source: str, facts: Mapping[str, str]) -> str:
+        """The sentence on what a task read: in this language where there are facts, else around the line given."""
+        return self("source", source=self("source.library", **facts) if facts else source)
+
+    def constant(self, metric_name: str) -> str:
+        """What stands for having learned nothing, under a metric."""
+        return self.texts.get(f"constant.{metric_name}", self.texts["constant"])
 
 
 def words_in(code: str) -> Words:

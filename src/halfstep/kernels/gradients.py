@@ -9,7 +9,11 @@ Not torch's ``grad_dtype``, which deepcopy and pickle drop and FSDP2 refuses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
+
+from halfstep.kernels.choose import TORCH, Executor
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -18,17 +22,27 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if summed is None else summed
 
 
-def add_to_fp32_sum(parameter: Tensor) -> None:
-    """Move ``.grad`` into the sum: one read of the 16-bit gradient, one read and write of the sum."""
-    gradient = parameter.grad
-    if gradient is None:
-        return
-    summed: Tensor | None = getattr(parameter, "fp32_grad", None)
-    if summed is None:
-        parameter.fp32_grad = gradient.detach().float()  # type: ignore[attr-defined]
-    else:
-        summed.add_(gradient.detach())
-    parameter.grad = None
+def add_to_fp32_sums(parameters: Iterable[Tensor], executor: Executor = TORCH) -> None:
+    """Move each ``.grad`` into its sum: one read of the 16-bit gradient, one read and write of the sum.
+
+    Args:
+        parameters: those without a gradient are left out.
+        executor: adds.
+    """
+    sums, gradients = [], []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        summed: Tensor | None = getattr(parameter, "fp32_grad", None)
+        if summed is None:
+            parameter.fp32_grad = gradient.detach().float()  # type: ignore[attr-defined]
+        else:
+            sums.append(summed)
+            gradients.append(gradient.detach())
+        parameter.grad = None
+    if sums:
+        executor.module.add(sums, gradients)
 
 
 def drop_gradient(parameter: Tensor) -> None:

@@ -6,6 +6,9 @@ before the product and widens 16-bit tensors. Written by hand in fp16, ``q @ k.T
 scaled, a mask of -1e9 cannot be stored, and a fully masked row is NaN. So this is torch's function, with clear errors,
 with causal and given masks at once, and with additive masks of any dtype.
 
+One thing torch's CPU kernel (2.13) gets wrong: a row whose scores are all NaN counts as fully masked there and comes
+out zero (its gradients are NaN). Such a call is repeated with torch's plain operations.
+
 Not here: attention weights as a result; key-value caches; a second backward (torch's fused kernels have none).
 
 Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 3.2.1.
@@ -13,12 +16,18 @@ Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), section 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from halfstep._compat import is_host
 from halfstep.errors import ArgumentError
-from halfstep.ops.checks import check_floating
+from halfstep.formats import FP32
+from halfstep.ops.checks import check_floating, seen_on_host
 from halfstep.ops.softmax import check_mask
 
 
@@ -47,7 +56,8 @@ def attention(
         dropout_p: share of attention weights dropped. There is no module here that knows whether it trains.
 
     Returns:
-        ``[..., length, value_size]`` of the query's dtype; under autocast of autocast's dtype, as in torch.
+        ``[..., length, value_size]`` of the query's dtype; under autocast of autocast's dtype, as in torch. NaN where a
+        query, a key that it attends to, or their product is NaN (compiled for a CPU, torch may give 0 there).
 
     Raises:
         ArgumentError: dtypes or shapes do not fit.
@@ -69,10 +79,23 @@ def attention(
     # torch's fused kernels take [batch, heads, length, size] only; fewer dimensions cost fp32 copies for backward.
     missing = (1,) * (4 - query.dim()) if query.dim() == key.dim() == value.dim() else ()
     q, k, v = (t.reshape(missing + t.shape) for t in (query, key, value))
-    result = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p
-    )
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+    result = F.scaled_dot_product_attention(q, k, v, **options)
+    if _may_hide_nan(result, q, k):
+        with sdpa_kernel(SDPBackend.MATH):
+            result = F.scaled_dot_product_attention(q, k, v, **options)
     return result.reshape(result.shape[len(missing) :])
+
+
+def _may_hide_nan(result: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a row of zeros may stand for scores that are all NaN; one column is read, the inputs only if it has 0."""
+    if not is_host(result.device) or not result.numel():
+        return False
+    if seen_on_host(result.detach().select(-1, 0).all()) is not False:  # no zero, or nothing to be seen
+        return False
+    sizes = [max(map(abs, torch.stack(torch.aminmax(t.detach())).tolist())) for t in (query, key) if t.numel()]
+    # aminmax is NaN where an element is, and NaN is below nothing.
+    return not math.prod(sizes) * query.shape[-1] < FP32.largest
 
 
 def _scores_dtype(query: Tensor) -> torch.dtype:
@@ -85,9 +108,10 @@ def _scores_dtype(query: Tensor) -> torch.dtype:
 def _checked_mask(mask: Tensor, scores_shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if mask.is_floating_point():
         check_mask(torch.empty(mask.shape, dtype=torch.bool, device="meta"), scores_shape, "attention")
-        return mask.to(dtype)
-    check_mask(mask, scores_shape, "attention")
-    return mask
+        mask = mask.to(dtype)
+    else:
+        check_mask(mask, scores_shape, "attention")
+    return mask.reshape((1,) * (2 - mask.dim()) + mask.shape)  # torch takes none of one dimension, [num_keys]
 
 
 def _with_causal(mask: Tensor, scores_shape: torch.Size) -> Tensor:

@@ -65,8 +65,15 @@ def check_same_shape(x: Tensor, target: Tensor, function: str) -> None:
         function: for the message.
 
     Raises:
-        ArgumentError: the shapes differ.
+        ArgumentError: the shapes differ, or the target is complex.
     """
+    if target.is_complex():
+        raise ArgumentError(
+            asked=f"{function} of targets of dtype {target.dtype}",
+            true="a target is a real number, such as 0 or 1",
+            why="its imaginary part would be dropped without a word",
+            fix="pass target.real, if that is what is meant",
+        )
     if x.shape != target.shape:
         raise ArgumentError(
             asked=f"{function} of predictions {tuple(x.shape)} and targets {tuple(target.shape)}",

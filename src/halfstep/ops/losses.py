@@ -59,7 +59,7 @@ def cross_entropy(
 
     Returns:
         An fp32 tensor (fp64 for fp64 scores), under autocast too: a scalar, or one loss for each label.
-        The mean over no valid label is 0.
+        The mean over no valid label, or over none at all, is 0.
 
     Raises:
         ArgumentError: dtypes or shapes do not fit, a label is out of range (seen on the CPU; on a GPU torch stops the
@@ -76,6 +76,8 @@ def cross_entropy(
         with autocast_off(logits):
             wide, wide_target = widened(logits), widened(target).to(widened(logits).dtype)
             w = None if weight is None else weight.to(wide.dtype)
+            if not wide.numel() and reduction == "mean":  # torch: 0/0
+                reduction = "sum"
             return F.cross_entropy(wide, wide_target, weight=w, reduction=reduction, label_smoothing=label_smoothing)
     _check_labels(logits, target, weight)
     losses = _losses_of_labels(logits, target, weight, ignore_index, label_smoothing)
@@ -99,11 +101,27 @@ def _losses_of_labels(
             options["weight"] = w.to(x.dtype)
         return F.cross_entropy(x, labels, **options)  # type: ignore[arg-type]
 
+    def gradient(incoming: Tensor, x: Tensor, labels: Tensor, w: Tensor | None = None) -> Tensor:
+        is_ignored = labels == ignore_index
+        if seen_on_host(is_ignored.any()) is not False:
+            x = x.masked_fill(is_ignored.unsqueeze(1), 0.0)
+            labels, incoming = labels.masked_fill(is_ignored, 0), incoming.masked_fill(is_ignored, 0.0)
+        labels, incoming = labels.unsqueeze(1), incoming.unsqueeze(1)
+        at_label = (1 - label_smoothing) * incoming if w is None else (1 - label_smoothing) * incoming * w[labels]
+        found = F.softmax(x, 1)
+        if not label_smoothing:  # the 1 is subtracted first: exact where the probability is near
+            return found.scatter_add_(1, labels, incoming.new_full(labels.shape, -1.0)).mul_(at_label)
+        # s / C of each class' weight, and the label's own part: the softmax shares out the sum of both.
+        share = label_smoothing / x.shape[1]
+        spread = incoming * (share if w is None else (w * share).view(-1, *[1] * (x.dim() - 2)))
+        total = at_label + (incoming * label_smoothing if w is None else spread.sum(1, keepdim=True))
+        return found.mul_(total).sub_(spread).scatter_add_(1, labels, -at_label)
+
     rows, labels = (logits, target) if logits.dim() > 1 else (logits.unsqueeze(0), target.unsqueeze(0))
     shared = () if weight is None else (weight,)
     try:
         if is_narrow(logits):
-            losses = in_chunks(of_rows, rows, labels, shared=shared, dtype=torch.float32)
+            losses = in_chunks(of_rows, rows, labels, shared=shared, dtype=torch.float32, gradient=gradient)
         else:
             with autocast_off(logits):
                 losses = of_rows(rows, labels, *shared)
@@ -182,10 +200,11 @@ def dice_loss(
         reduction: over what ``dim`` leaves: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Returns:
-        An fp32 tensor (fp64 for fp64), under autocast too.
+        An fp32 tensor (fp64 for fp64), under autocast too. The mean over no image is 0.
 
     Raises:
-        ArgumentError: the shapes differ, ``smooth`` is not above 0, or the reduction is unknown.
+        ArgumentError: the shapes differ, a dimension does not exist, ``smooth`` is not above 0, or the reduction is
+            unknown.
 
     Example:
         >>> ones = torch.ones(512, 512, dtype=torch.half)
@@ -208,7 +227,7 @@ def dice_loss(
     losses = losses.view(reduced_shape(probabilities, dim))
     if reduction == "none":
         return losses
-    return losses.mean() if reduction == "mean" else losses.sum()
+    return losses.sum() / max(1, losses.numel()) if reduction == "mean" else losses.sum()
 
 
 def _dice_sums(probabilities: Tensor, target: Tensor, dim: int | Sequence[int] | None) -> Tensor:
@@ -220,8 +239,16 @@ def _dice_sums(probabilities: Tensor, target: Tensor, dim: int | Sequence[int] |
     def of_rows(p: Tensor, t: Tensor) -> Tensor:
         return torch.stack(((p * t).sum(-1), p.sum(-1), t.sum(-1)), dim=-1)
 
+    def gradient(incoming: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        of_overlap, of_prediction, _ = incoming.unsqueeze(-1).unbind(-2)  # [rows, 1]
+        return torch.mul(t, of_overlap, out=p).add_(of_prediction)
+
     rows, target_rows = as_rows(probabilities, dim), as_rows(target, dim)
     if rows is not None and target_rows is not None:
-        return in_chunks(of_rows, rows, target_rows, dtype=dtype)
-    flat = (probabilities.reshape(-1), target.reshape(-1))
-    return in_chunks(lambda p, t: of_rows(p.unsqueeze(0), t.unsqueeze(0)), *flat, dtype=dtype).sum(0, keepdim=True)
+        return in_chunks(of_rows, rows, target_rows, dtype=dtype, gradient=gradient)
+    return in_chunks(
+        lambda p, t: of_rows(p.unsqueeze(0), t.unsqueeze(0)),
+        *(probabilities.reshape(-1), target.reshape(-1)),
+        dtype=dtype,
+        gradient=lambda incoming, p, t: gradient(incoming, p.unsqueeze(0), t.unsqueeze(0)),
+    ).sum(0, keepdim=True)

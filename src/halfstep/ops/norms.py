@@ -26,7 +26,7 @@ from halfstep.errors import ArgumentError
 from halfstep.formats import FP16
 from halfstep.ops.checks import autocast_off, check_floating, is_narrow
 from halfstep.ops.chunks import in_chunks
-from halfstep.ops.reductions import row_norm, row_size
+from halfstep.ops.reductions import any_row_norm, lie_within, row_norm, row_size
 
 # torch's rms_norm takes the epsilon of the input's dtype (0.0078 for bf16) where none is given: fp32's is the same for
 # every dtype, and what a model was trained with in fp32.
@@ -150,15 +150,27 @@ def normalize(x: Tensor, dim: int = -1, *, eps: float | None = None) -> Tensor:
     floor = (FP16.smallest_normal if x.dtype == torch.float16 else _NORMALIZE_EPS) if eps is None else eps
 
     def of_rows(rows: Tensor) -> Tensor:
+        norms = any_row_norm(rows).unsqueeze(-1) if is_host(x.device) else None
+        if norms is not None and lie_within(norms, -1.0):
+            return rows / norms.clamp(min=floor)
         size = row_size(rows)
         scaled = rows / size
         # The size cancels, so that it needs no gradient; the floor is measured in the same unit.
         return scaled / torch.maximum(row_norm(scaled).unsqueeze(-1), floor / size)
 
+    def gradient(incoming: Tensor, rows: Tensor) -> Tensor | None:
+        norms = any_row_norm(rows).unsqueeze(-1)
+        if not lie_within(norms, -1.0):  # a norm that fp32 does not hold
+            return None
+        divisors = norms.clamp(min=floor)
+        directions = rows.div_(divisors)
+        along = (incoming * directions).sum(-1, keepdim=True).masked_fill(norms < floor, 0.0)
+        return torch.addcmul(incoming, directions, along, value=-1).div_(divisors)
+
     if not x.numel():
         return x.clone()
     rows = x.movedim(dim, -1)
-    result = in_chunks(of_rows, rows.reshape(-1, rows.shape[-1]), dtype=x.dtype)
+    result = in_chunks(of_rows, rows.reshape(-1, rows.shape[-1]), dtype=x.dtype, gradient=gradient)
     return result.view(rows.shape).movedim(-1, dim)
 
 

@@ -16,21 +16,16 @@ Sources: pytorch/pytorch#41663, kornia/kornia#2115 for the fault; torch's own fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep._compat import is_host
 from halfstep.errors import ArgumentError
-from halfstep.ops.checks import (
-    autocast_off,
-    check_floating,
-    check_reduction,
-    check_same_shape,
-    is_narrow,
-    seen_on_host,
-)
+from halfstep.ops.checks import autocast_off, check_floating, check_reduction, check_same_shape, is_narrow
 from halfstep.ops.chunks import in_chunks
 
 # torch's binary_cross_entropy divides by at least this in backward.
@@ -58,7 +53,7 @@ def clamp_probability(p: Tensor, eps: float | None = None) -> Tensor:
     """Keep probabilities inside (0, 1), by bounds that the dtype can hold.
 
     Args:
-        p: floating tensor of any shape. NaN stays NaN.
+        p: floating tensor of any shape. NaN stays NaN, and so does its gradient where the one that comes in is NaN.
         eps: distance from 0 and 1 that is wanted. What the dtype cannot hold is widened to what it can: near 1 to half
             its epsilon, near 0 to its smallest normal number. None asks for the closest bounds.
 
@@ -85,7 +80,8 @@ def clamp_probability(p: Tensor, eps: float | None = None) -> Tensor:
     low, high = probability_bounds(p.dtype)
     wanted = 0.0 if eps is None else eps
     # Clamping compares in fp32 but stores in 16 bits, so bounds must not round outward: the dtype's own do not round.
-    return p.clamp(max(low, wanted), min(high, _rounded_down(1 - wanted, p.dtype)))
+    inside = p.clamp(max(low, wanted), min(high, _rounded_down(1 - wanted, p.dtype)))
+    return torch.where(p.isnan(), p, inside)  # clamp's own gradient at NaN is 0: a loss of NaN would go unseen
 
 
 def _rounded_down(bound: float, dtype: torch.dtype) -> float:
@@ -99,7 +95,7 @@ def binary_cross_entropy(p: Tensor, target: Tensor, *, weight: Tensor | None = N
 
     Args:
         p: probabilities in ``[0, 1]``, floating, of any shape. fp32 and fp64 go to torch's kernel, whose logarithms
-            stop at -100.
+            stop at -100. NaN gives NaN (in fp32 and fp64 on a GPU torch stops the process).
         target: 0, 1 or soft, of the same shape; any real dtype.
         weight: factor of each element, broadcastable to ``p``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -108,8 +104,8 @@ def binary_cross_entropy(p: Tensor, target: Tensor, *, weight: Tensor | None = N
         An fp32 tensor (fp64 for fp64), under autocast too, where torch refuses its own. The mean of no elements is 0.
 
     Raises:
-        ArgumentError: ``p`` is not floating or (seen on the CPU) leaves ``[0, 1]``, shapes differ, or the reduction is
-            unknown.
+        ArgumentError: ``p`` is not floating, or it or the target (seen on the CPU) leaves ``[0, 1]``, shapes differ, or
+            the reduction is unknown.
 
     Example:
         >>> p = torch.tensor([1.0, 0.0]).half().requires_grad_()
@@ -118,27 +114,46 @@ def binary_cross_entropy(p: Tensor, target: Tensor, *, weight: Tensor | None = N
         [2048.0, 1.0]
     """
     _check(p, target, reduction, "binary_cross_entropy")
-    # NaN is no number outside: it goes through.
-    if seen_on_host(((p < 0) | (p > 1)).any()):
-        raise ArgumentError(
-            asked=f"binary_cross_entropy of values from {p.min().item():.6g} to {p.max().item():.6g}",
-            true="probabilities lie in [0, 1]",
-            why="the logarithm of a negative number does not exist",
-            fix="apply a sigmoid, or call binary_cross_entropy_with_logits on the scores",
-        )
+    ranges = [_range_on_host(p), _range_on_host(target)]
+    for values, (low, high) in zip(("values", "targets"), ranges, strict=True):
+        if low < 0 or high > 1:  # NaN is no number outside: it goes through
+            raise ArgumentError(
+                asked=f"binary_cross_entropy of {values} from {low:.6g} to {high:.6g}",
+                true="probabilities lie in [0, 1]",
+                why="the logarithm of a negative number does not exist",
+                fix="apply a sigmoid, or call binary_cross_entropy_with_logits on the scores",
+            )
     low, high = probability_bounds(p.dtype)
-    is_16_bit = is_narrow(p)
+    # torch's kernel refuses NaN, as if it were a number outside.
+    is_torchs = not is_narrow(p) and not any(map(math.isnan, (*ranges[0], *ranges[1])))
 
     def of_rows(x: Tensor, t: Tensor) -> Tensor:
-        if not is_16_bit:
+        if is_torchs:
             return F.binary_cross_entropy(x, t, reduction="none")
         return -(t * _bounded(x, low, high=1.0).log() + (1 - t) * torch.log1p(-_bounded(x, 0.0, high)))
 
-    return _losses(of_rows, p, target, weight, reduction)
+    def gradient(x: Tensor, t: Tensor) -> Tensor:
+        of_ones = t / x.clamp(low, 1.0)
+        return (1 - t).div_(1 - x.clamp_(0.0, high)).sub_(of_ones)
+
+    return _losses(of_rows, gradient, (p, target), weight, reduction)
+
+
+def _range_on_host(x: Tensor) -> tuple[float, float]:
+    """The smallest and the largest element, NaN if there is one; (0, 1) where that cannot be seen without waiting."""
+    if not is_host(x.device) or torch.compiler.is_compiling() or not x.numel() or x.dtype == torch.bool:
+        return 0.0, 1.0
+    try:
+        smallest, largest = torch.aminmax(x.detach())
+        return smallest.item(), largest.item()
+    except RuntimeError:  # what vmap and fake tensors answer
+        return 0.0, 1.0
 
 
 def _bounded(x: Tensor, low: float, high: float) -> Tensor:
     """``x.clamp(low, high)`` with the gradient of ``x``: what lies outside is still pulled back."""
+    if not torch.is_grad_enabled():
+        return x.clamp(low, high)
     return x + (x.detach().clamp(low, high) - x.detach())
 
 
@@ -175,11 +190,30 @@ def binary_cross_entropy_with_logits(
     _check(logits, target, reduction, "binary_cross_entropy_with_logits")
 
     def of_rows(x: Tensor, t: Tensor, positive: Tensor | None = None) -> Tensor:
-        of_ones = t * F.logsigmoid(x)
-        return -((of_ones if positive is None else positive * of_ones) + (1 - t) * F.logsigmoid(-x))
+        ones, zeros = (t if positive is None else positive * t), 1 - t  # shares
+        if torch.is_grad_enabled():
+            return -(ones * F.logsigmoid(x) + zeros * F.logsigmoid(-x))
+        # The same with one exponential and one logarithm: -log sigmoid(x) = max(-x, 0) + log1p(exp(-|x|)). Not for
+        # autograd, for which |x| has no derivative at 0.
+        tail = x.abs().neg_().exp_().log1p_()
+        tail = tail if positive is None else tail.mul_(ones + zeros)
+        return tail.addcmul_(zeros, x.clamp(min=0.0)).addcmul_(ones, x.clamp(max=0.0), value=-1)
+
+    def gradient(x: Tensor, t: Tensor, positive: Tensor | None = None) -> Tensor:
+        # zeros * sigmoid(x) - ones * sigmoid(-x), by the smaller sigmoid: 1 minus it is the other, and exact enough.
+        # torch's own is 0 from -89 on, though fp32 and bf16 hold numbers down to exp(-104) and exp(-92).
+        tail = x.abs().neg_().exp_()
+        tail = tail.div_(1 + tail)
+        sign = x.sign_()  # on a CPU torch.where takes several times as long as a product (2.13)
+        is_above = sign.mul(0.5).add_(0.5)  # 1 or 0, and one half at 0, where both sigmoids are
+        if positive is None:
+            return is_above.sub_(t).addcmul_(sign, tail, value=-1)
+        ones, zeros = positive * t, 1 - t
+        tail.mul_(ones + zeros)
+        return (is_above * zeros).addcmul_(is_above - 1, ones).addcmul_(sign, tail, value=-1)
 
     extra = () if pos_weight is None else (pos_weight.expand_as(logits),)
-    return _losses(of_rows, logits, target, weight, reduction, *extra)
+    return _losses(of_rows, gradient, (logits, target, *extra), weight, reduction)
 
 
 def _check(x: Tensor, target: Tensor, reduction: str, function: str) -> None:
@@ -189,11 +223,19 @@ def _check(x: Tensor, target: Tensor, reduction: str, function: str) -> None:
 
 
 def _losses(
-    of_rows: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None, reduction: str, *extra: Tensor
+    of_rows: Callable[..., Tensor],
+    gradient_of_rows: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    weight: Tensor | None,
+    reduction: str,
 ) -> Tensor:
-    """The reduced losses of elements; sums are taken piece by piece, so that nothing of fp32 is stored."""
+    """The reduced losses of elements; sums are taken piece by piece, so that nothing of fp32 is stored.
+
+    The gradient of each element's own loss may write into the first tensor it takes.
+    """
+    x = inputs[0]
     dtype = torch.float32 if is_narrow(x) else x.dtype
-    tensors = [x, *(t if t.is_floating_point() else t.to(x.dtype) for t in (target, *extra))]
+    tensors = [t if t.is_floating_point() else t.to(x.dtype) for t in inputs]
     if weight is not None:
         tensors.append(weight.expand_as(x))
 
@@ -202,9 +244,14 @@ def _losses(
         losses = of_rows(*rows) if weight is None else of_rows(*rows[:-1]) * rows[-1]
         return losses if reduction == "none" else losses.sum().unsqueeze(0)
 
+    def gradient(incoming: Tensor, *rows: Tensor) -> Tensor:
+        rows = tuple(t.to(rows[0].dtype) for t in rows)
+        found = gradient_of_rows(*rows[: len(inputs)]).mul_(incoming)
+        return found if weight is None else found.mul_(rows[-1])
+
     with autocast_off(x):
         flat = [t.reshape(-1) for t in tensors]
-        losses = in_chunks(reduced, *flat, dtype=dtype) if is_narrow(x) else reduced(*flat)
+        losses = in_chunks(reduced, *flat, dtype=dtype, gradient=gradient) if is_narrow(x) else reduced(*flat)
         if reduction == "none":
             return losses.view(x.shape)
         return losses.sum() / max(1, x.numel()) if reduction == "mean" else losses.sum()

@@ -159,9 +159,14 @@ def _softmax_of_last(x: Tensor, dim: int) -> Tensor:
 
 def _log_softmax_in_fp32(x: Tensor, dim: int) -> Tensor:
     rows = x.movedim(dim, -1)
-    result = in_chunks(_rows_of_log_softmax, rows.reshape(-1, rows.shape[-1]), dtype=x.dtype)
+    flat = rows.reshape(-1, rows.shape[-1])
+    result = in_chunks(_rows_of_log_softmax, flat, dtype=x.dtype, gradient=_gradient_of_log_softmax)
     return result.view(rows.shape).movedim(-1, dim)
 
 
 def _rows_of_log_softmax(x: Tensor) -> Tensor:
     return F.log_softmax(x, -1)
+
+
+def _gradient_of_log_softmax(incoming: Tensor, x: Tensor) -> Tensor:
+    return torch.addcmul(incoming, F.softmax(x, -1), incoming.sum(-1, keepdim=True), value=-1, out=x)

@@ -41,6 +41,7 @@ def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[Master
         if not isinstance(one, MasterWeights):
             raise refusals.not_ours(one)
         one._check_in_use("fp32_state_dict()")
+        one._take_in()  # refuses parameters that were cast since
         masters |= one._masters
     if not any(p in masters for p in model.parameters()):
         raise refusals.not_ours(optimizers[0])

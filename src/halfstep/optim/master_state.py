@@ -57,6 +57,7 @@ class StateView(MutableMapping[Any, Any]):
             self._inner.state[key] = value
             return
         if MASTER in value:
+            _check_master(value[MASTER], master, f"a parameter of shape {list(key.shape)}")
             with torch.no_grad():
                 master.copy_(value[MASTER])
         self._inner.state[master] = {name: v for name, v in value.items() if name != MASTER}
@@ -179,10 +180,7 @@ class _Plan:
                 "there is no master here that could take it",
                 "cast, or unfreeze, the same parameters as in the saved run, then load",
             )
-        if saved.dtype != torch.float32 or saved.shape != master.shape:
-            raise bad_state(
-                f"the master of {where}, is {saved.dtype} of shape {list(saved.shape)}", "a master is fp32 of its shape"
-            )
+        _check_master(saved, master, where)
         self._copies.append((master.detach(), saved))
 
     def _state_of(self, p: Tensor, stepped: Tensor, saved: dict[str, Any]) -> dict[str, Any] | None:
@@ -229,6 +227,13 @@ class _Plan:
             for target, saved in self._copies:
                 if not target.is_set_to(saved):
                     target.copy_(saved)
+
+
+def _check_master(saved: Any, master: Tensor, where: str) -> None:
+    if not isinstance(saved, Tensor) or saved.dtype != torch.float32 or saved.shape != master.shape:
+        is_tensor = isinstance(saved, Tensor)
+        found = f"{saved.dtype} of shape {list(saved.shape)}" if is_tensor else f"a {type(saved).__name__}"
+        raise bad_state(f"the master of {where}, is {found}", "a master is fp32 of its shape")
 
 
 def _fresh(optimizer: MasterWeights, p: Tensor, stepped: Tensor) -> dict[str, Any]:

@@ -294,6 +294,7 @@ class MasterWeights(torch.optim.Optimizer):
         Needed only after writes that torch does not count: through ``.data``, NumPy or a custom kernel.
         """
         self._check_in_use("adopt_weights()")
+        self._take_in()
         self._forget_writing()
         with torch.no_grad():
             self._adopt(self._members.values())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._compat import is_dense, is_host, moved
+from halfstep.formats import FP32
 from halfstep.kernels.choose import TORCH, Executor, choose
 from halfstep.kernels.rounding import adopt
 from halfstep.optim import initial_state
@@ -69,7 +70,7 @@ class Member:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 @dataclass(eq=False)
@@ -159,6 +160,10 @@ def write(triples: Sequence[tuple[Member, Tensor, Tensor | None]], executor: Exe
     members, masters, scratch = zip(*triples, strict=True)
     weights = [member.parameter.detach() for member in members]
     counts: list[Tensor] = executor.module.round_into(weights, [master.detach() for master in masters], scratch)
+    if any(is_host(count.device) and count for count in counts):
+        # Hardly ever: an absurd step. One that went beyond fp32 must not stay infinite.
+        torch._foreach_clamp_min_([master.detach() for master in masters], -FP32.largest)
+        torch._foreach_clamp_max_([master.detach() for master in masters], FP32.largest)
     for member in members:
         member.has_written()
     return counts

@@ -40,7 +40,7 @@ from halfstep.scaling.skips import REPEAT_AFTER, OnRepeat, SkipLog, StepOutcome,
 from halfstep.scaling.take_step import divides_in_kernel, step_in_kernel
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, safe_divisor, safe_factor
-from halfstep.scaling.widen import Widened, needs_widening
+from halfstep.scaling.widen import Widened, needs_widening, warn_without_masters
 from halfstep.scaling.window import Books, any_found_inf, parameters_of
 
 # torch's key -> the scale's own name for the same state
@@ -285,6 +285,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
                 wide.found_inf = record.found_inf
         for count in wide.num_saturated:
             self._saturated = moved(self._saturated, count.device) + count
+        warn_without_masters(optimizer)
         return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ masters. It needs 8 bytes per 16-bit parameter while the step runs.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -171,6 +172,22 @@ def _warn_of_narrowed_state(optimizer: torch.optim.Optimizer, names: list[str]) 
         f"The state {', '.join(names)} of {type(optimizer).__name__} is 16-bit: torch's load_state_dict rounds it to"
         " the parameters' dtype, and in fp16 a second moment below 6e-8 becomes 0. The next steps may be far too large."
         " Keep fp32 weights under autocast, or warm the optimizer up again with a small learning rate.",
+        PrecisionWarning,
+    )
+
+
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def warn_without_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Say once what 16-bit weights lose, to whoever has not chosen it by a policy's name."""
+    if optimizer in _warned:
+        return
+    _warned.add(optimizer)
+    warn(
+        f"{type(optimizer).__name__} steps 16-bit weights without masters. The step is taken in fp32 and rounded back,"
+        " so updates smaller than half a unit in the last place of a weight are lost. Keep the rest in fp32 masters:"
+        f" halfstep.MasterWeights({type(optimizer).__name__}(...)).",
         PrecisionWarning,
     )
 

@@ -47,6 +47,7 @@ class Window:
     first_pass_found_inf: Number | None = None  # of an earlier pass over the same window (SAM)
     _unit: Number = 1.0
     _weight: Number = 0.0  # sum of w_i / unit
+    _losses: Number = 0.0  # sum of loss_i * w_i / unit
     _seen: list[tuple[int, int] | None] = field(default_factory=list)
 
     @property
@@ -64,8 +65,15 @@ class Window:
         """What the summed gradients are divided by to become the weighted mean: scale times sum of weights."""
         return self.scale * self._weight
 
-    def add(self, weight: Number) -> None:
+    @property
+    def loss(self) -> Number:
+        """Mean of the losses by their weights; NaN before the first."""
+        return self._losses / self._weight if self.num_micro_batches else math.nan
+
+    def add(self, weight: Number, loss: Tensor) -> None:
         """A micro-batch of this weight (:meth:`in_units`) has gone through backward."""
+        value = loss.detach().reshape(())
+        self._losses = self._losses + weight * (value.item() if is_host(value.device) else value.float())
         self.num_micro_batches += 1
         self.has_forward, self.awaits_step = False, True
         self._weight = self._weight + weight

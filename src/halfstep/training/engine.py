@@ -88,6 +88,7 @@ class Engine:
             self._open(loss.device)
         elif not self._is_replicated:  # in its second forward pass DistributedDataParallel makes gradients anew
             self.check_gradients()
+        self._sums.check_reduction(self._parameters)
         self.settler.order.learn(loss)
         share = window.in_units(weight)
         try:
@@ -99,7 +100,7 @@ class Engine:
             self.give_up()
             raise
         self._sums.finish(self._parameters)
-        window.add(share)
+        window.add(share, loss)
         window.saw(self._parameters)
         of = f" of {window.size}" if window.size else ""
         _lost[id(self)] = f"micro-batches so far: {window.num_micro_batches}{of}"
@@ -132,7 +133,7 @@ class Engine:
         self.guard.learn()
         self.check_gradients()
         idle = [o for o in self.optimizers if all(gradient_of(p) is None for p in parameters_of(o))]
-        num_micro_batches = self.window.num_micro_batches
+        num_micro_batches, loss = self.window.num_micro_batches, self.window.loss
         try:
             with gradients.outside_autocast(self._parameters[0].device):
                 tell = self._step()
@@ -141,7 +142,7 @@ class Engine:
             raise
         finally:
             self._end()
-        outcome = self.settler.no_gradients(num_micro_batches) if tell is None else tell()
+        outcome = self.settler.no_gradients(num_micro_batches, loss) if tell is None else tell()
         for optimizer in self.optimizers:
             has_gradients = not any(optimizer is one for one in idle)
             self._idle.stepped(optimizer, self.settler.order, has_gradients=has_gradients)
@@ -184,7 +185,7 @@ class Engine:
         next_scale = self._update_scale(found, judgement)
         self.settler.order.finish()
         record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed)
-        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale)
+        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale, window.loss)
         if not isinstance(found_inf, Tensor):
             known = Numbers(*map(float, numbers))
             return lambda: self.settler.known(record, known)

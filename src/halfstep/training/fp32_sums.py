@@ -10,12 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, MutableMapping
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.formats import HALF_DTYPES
-from halfstep.kernels.gradients import add_to_fp32_sum
+from halfstep.kernels.choose import TORCH, Executor, choose
+from halfstep.kernels.gradients import add_to_fp32_sums
+from halfstep.training import refusals
 
 
 class Fp32Sums:
@@ -23,31 +26,50 @@ class Fp32Sums:
 
     def __init__(self, model: nn.Module) -> None:
         self._is_on = False
-        self._waits_for_reduction = isinstance(model, nn.parallel.DistributedDataParallel)
+        is_replicated = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._replicated = weakref.ref(model) if is_replicated else None
+        self._executors: dict[torch.device, Executor] = {}
         self._handles: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
     def watch(self, parameters: Iterable[Tensor], *, is_on: bool) -> None:
         """A window opens: see that each 16-bit parameter has its hook, if the window may hold several micro-batches."""
         self._is_on = is_on
-        if not is_on or self._waits_for_reduction:
+        if not is_on:
             return
-        for parameter in parameters:
-            if parameter.dtype in HALF_DTYPES and parameter.requires_grad and parameter not in self._handles:
+        halves = [p for p in parameters if p.dtype in HALF_DTYPES and p.requires_grad]
+        for device in {p.device for p in halves} - self._executors.keys():
+            self._executors[device] = choose(device, sum(p.numel() for p in halves if p.device == device))
+        if self._replicated is not None:
+            return
+        for parameter in halves:
+            if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     _Hook(weakref.ref(self))
                 )
 
+    def check_reduction(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse a micro-batch whose 16-bit gradients stay on their rank: moved into the sum, nobody reduces them."""
+        model = self._replicated() if self._replicated is not None else None
+        if not self._is_on or model is None or model.require_backward_grad_sync:
+            return
+        if any(p.dtype in HALF_DTYPES and p.requires_grad for p in parameters):
+            raise refusals.no_sync_with_16_bit()
+
     def add(self, parameter: Tensor) -> None:
         """A gradient has come into being."""
         if self._is_on:
-            add_to_fp32_sum(parameter)
+            add_to_fp32_sums((parameter,), self._executors.get(parameter.device, TORCH))
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Backward has returned: what no hook has moved is moved now."""
-        if self._is_on:
-            for parameter in parameters:
-                if parameter.dtype in HALF_DTYPES:
-                    add_to_fp32_sum(parameter)
+        if not self._is_on:
+            return
+        left: dict[torch.device, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.dtype in HALF_DTYPES and parameter.grad is not None:
+                left.setdefault(parameter.device, []).append(parameter)
+        for device, of_device in left.items():
+            add_to_fp32_sums(of_device, self._executors.get(device, TORCH))
 
 
 class _Hook:

@@ -27,6 +27,7 @@ class Facts(NamedTuple):
         grad_norm: L2 norm of the true, unscaled gradient before clipping; inf or NaN if one of its elements is.
         clip_coefficient: what the gradient was multiplied by to respect ``clip_norm``; 1.0 if it was not clipped.
         culprit: who was at fault, for a skipped step.
+        loss: mean of the micro-batches' losses, by their weights; this process's.
     """
 
     kind: Kind
@@ -36,6 +37,7 @@ class Facts(NamedTuple):
     grad_norm: float = math.nan
     clip_coefficient: float = 1.0
     culprit: Culprit | None = None
+    loss: float = math.nan
 
 
 class Outcome:
@@ -46,7 +48,7 @@ class Outcome:
         >>> outcome
         step 3 applied: gradient norm 0.5, scale 1024
         >>> outcome.metrics()
-        {'applied': 1.0, 'grad_norm': 0.5, 'clip_coefficient': 1.0, 'scale': 1024.0}
+        {'applied': 1.0, 'grad_norm': 0.5, 'clip_coefficient': 1.0, 'scale': 1024.0, 'loss': nan}
     """
 
     __slots__ = ("_facts", "_settle")
@@ -98,6 +100,11 @@ class Outcome:
         return self.facts.grad_norm
 
     @property
+    def loss(self) -> float:
+        """Mean of the losses of the window so far, by their weights, added in fp32 or wider; of this process alone."""
+        return self.facts.loss
+
+    @property
     def clip_coefficient(self) -> float:
         """What the gradient was multiplied by to respect ``clip_norm``; 1.0 if it was not clipped."""
         return self.facts.clip_coefficient
@@ -117,6 +124,7 @@ class Outcome:
             "grad_norm": facts.grad_norm,
             "clip_coefficient": facts.clip_coefficient,
             "scale": facts.scale,
+            "loss": facts.loss,
         }
         return {name: value for name, value in metrics.items() if name != "grad_norm" or facts.kind != "no_gradients"}
 

@@ -448,10 +448,20 @@ def foreign_shift(shift: object, parameter: object, *, is_known: bool) -> Argume
     )
 
 
+def no_sync_with_16_bit() -> UnsupportedError:
+    """DistributedDataParallel's no_sync() in a window whose sums are fp32."""
+    return UnsupportedError(
+        asked="backward() inside no_sync() with 16-bit weights, in a window of several micro-batches",
+        true="gradients of 16-bit weights are moved into fp32 sums, and DistributedDataParallel reduces .grad alone",
+        why="what one micro-batch leaves unreduced would stay on its rank, and the ranks' weights would drift apart",
+        fix="leave no_sync() out, so that every micro-batch is reduced; or keep fp32 weights under a mixed policy",
+    )
+
+
 def distributed_clipping() -> UnsupportedError:
     """Gradients in shards have no norm that one rank knows."""
     return UnsupportedError(
-        asked="Stepper with DTensor parameters",
+        asked="Stepper with DTensor parameters, or the flat ones of FullyShardedDataParallel",
         true="each rank holds a shard of every gradient",
         why="the norm of a gradient is that of all shards together, which this version does not reduce",
         fix="use halfstep.GradScaler with torch's clip_grad_norm_, which does",

@@ -17,6 +17,7 @@ from halfstep.errors import SkippedStepWarning, warn
 from halfstep.kernels.inspect import Inspection
 from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.skips import SkipLog, StepOutcome
+from halfstep.scaling.unscale import Number
 from halfstep.training.outcome import Facts, Outcome
 
 
@@ -30,6 +31,7 @@ class Numbers(NamedTuple):
         divisor: the same, clipped.
         norm: L2 norm of the scaled gradient.
         next_scale: of the next window.
+        loss: mean of the window's losses.
     """
 
     found_inf: float
@@ -38,6 +40,7 @@ class Numbers(NamedTuple):
     divisor: float
     norm: float
     next_scale: float
+    loss: float
 
 
 @dataclass(eq=False)
@@ -96,9 +99,9 @@ class Settler:
         self._pending = _Sent(record, numbers, self)
         return Outcome(settle=self._pending.arrive)
 
-    def no_gradients(self, num_micro_batches: int) -> Outcome:
+    def no_gradients(self, num_micro_batches: int, loss: Number) -> Outcome:
         """A window in which no parameter had a gradient."""
-        facts = Facts("no_gradients", self.log.steps + 1, num_micro_batches)
+        facts = Facts("no_gradients", self.log.steps + 1, num_micro_batches, loss=float(loss))
         self.log.record([StepOutcome("no_gradients")], 1.0, 1.0)
         return Outcome(facts)
 
@@ -113,6 +116,7 @@ class Settler:
             grad_norm=numbers.norm / numbers.plain,
             clip_coefficient=1.0 if is_skipped else numbers.plain / numbers.divisor,
             culprit=record.culprit(self.order, norms) if is_skipped else None,
+            loss=numbers.loss,
         )
 
     def act(self, facts: Facts, record: WindowRecord, numbers: Numbers) -> None:

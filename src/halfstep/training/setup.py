@@ -38,7 +38,7 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
         parameters = {id(p) for p in parameters_of(one)}
         if not parameters:
             raise refusals.no_parameters(one)
-        if any(hasattr(p, "device_mesh") for p in parameters_of(one)):
+        if any(hasattr(p, "device_mesh") or getattr(p, "_is_flat_param", False) for p in parameters_of(one)):
             raise refusals.distributed_clipping()
         if parameters - own:
             raise refusals.foreign_parameters(one, len(parameters - own), len(parameters))
@@ -154,9 +154,10 @@ def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Pol
         _require_cast(parsed, optimizers, names)
     if parsed.master is Master.FP32:
         _require_masters(parsed, optimizers)
-    elif parsed.param_dtype not in HALF_DTYPES:
+    elif parsed.param_dtype not in HALF_DTYPES or isinstance(policy, Policy):  # parsing a name has warned already
         bare = [p for o in optimizers if not isinstance(o, MasterWeights) for p in parameters_of(o)]
-        halves = [(names[id(p)], p.dtype) for p in bare if p.dtype in HALF_DTYPES]
+        # Frozen ones (the base under adapters) lose nothing.
+        halves = [(names[id(p)], p.dtype) for p in bare if p.dtype in HALF_DTYPES and p.requires_grad]
         if halves:
             _warn_of_half_weights(halves)
     return parsed

@@ -236,7 +236,7 @@ class Stepper:
                 skipped counts in ``skipped_steps``.
 
         Returns:
-            The outcome of the last attempt.
+            The outcome of the last attempt; its ``loss`` is the mean of what the closures returned.
 
         Raises:
             ArgumentError: the closure returns no loss, or sees later batches when it is run again.
@@ -557,5 +557,6 @@ class Stepper:
         return torch.autocast(device_type, enabled=dtype is not None, dtype=dtype)
 
     def _accumulating(self) -> Outcome:
-        step, number, scale = self._settler.next_step, self._window.num_micro_batches, self._window.scale
-        return Outcome(settle=lambda: Facts("accumulating", step, number, scale=float(scale)))
+        step, window = self._settler.next_step, self._window
+        number, scale, loss = window.num_micro_batches, window.scale, window.loss
+        return Outcome(settle=lambda: Facts("accumulating", step, number, scale=float(scale), loss=float(loss)))

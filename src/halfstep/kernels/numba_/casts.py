@@ -1,9 +1,10 @@
 """Between 16-bit and fp32 memory, many tensors in one pass.
 
     widen    fp32 <- 16-bit, divided on the way
+    add      fp32 <- fp32 + 16-bit
     round    16-bit <- fp32, by the rounding of weights, counting what was saturated
 
-Both do what the functions of the same names in ``kernels/torch_.py`` do, bit for bit but for the payload of a NaN.
+They do what the functions of the same names in ``kernels/torch_.py`` do, bit for bit but for the payload of a NaN.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from halfstep.kernels.numba_.bits import (
     pointer,
 )
 from halfstep.kernels.numba_.compiling import compiled
-from halfstep.kernels.numba_.loops import Table
+from halfstep.kernels.numba_.loops import Table, share_out
 
 _BLOCK = 2048  # elements whose largest magnitude is asked for: small enough to be in the first cache for a second pass
+_FEWEST_TO_ADD = 2**15  # elements: below, torch's one call is as fast
 _FP16_LARGEST = np.float32(FP16.largest)
 _FP16_LARGEST_BITS = uint32(_FP16_LARGEST.view(np.uint32))
 _BF16_NAN, _SIGN, _BF16_TOP, _SIXTEEN = uint16(0x7FC0), uint32(0x8000), uint16(0x7F7F), uint32(16)
@@ -52,6 +54,23 @@ def widen(destinations: Sequence[Tensor], sources: Sequence[Tensor], divisor: Te
         Table(wides, halves).run(_widening(dtype == torch.bfloat16), number)
         increment_version(wides)
     torch_.widen([wide for _, wide in others], [half for half, _ in others], divisor)
+
+
+def add(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """As ``kernels/torch_.py`` does it. A call for each tensor: a hook brings them one by one."""
+    large: _Pairs = []
+    others: _Pairs = []
+    for half, wide in zip(gradients, sums, strict=True):
+        is_large = half.layout == torch.strided and half.numel() >= _FEWEST_TO_ADD
+        (large if is_large else others).append((half, wide))
+    compiled_pairs, rest = _sorted_out([half for half, _ in large], [wide for _, wide in large])
+    for dtype, pairs in compiled_pairs.items():
+        adding = _adding(dtype == torch.bfloat16)
+        for half, wide in pairs:
+            share_out(adding, (wide.data_ptr(), half.data_ptr()), wide.numel())
+        increment_version([wide for _, wide in pairs])
+    others += rest
+    torch_.add([wide for _, wide in others], [half for half, _ in others])
 
 
 def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor], scratch: Sequence[Tensor | None]) -> list[Tensor]:
@@ -103,6 +122,19 @@ def _widening(is_bf16: bool) -> Callable[..., Any]:
         return 0
 
     return widening
+
+
+@functools.cache
+def _adding(is_bf16: bool) -> Callable[..., Any]:
+    @compiled(numba.njit)
+    def adding(wide_address: int, half_address: int, start: int, stop: int) -> int:
+        wide = carray(pointer(wide_address + 4 * start), stop - start, np.float32)
+        half = carray(pointer(half_address + 2 * start), stop - start, np.uint16)
+        for i in range(wide.size):
+            wide[i] += bf16_to_float(half[i]) if is_bf16 else fp16_to_float(half[i])
+        return 0
+
+    return adding
 
 
 @functools.cache

@@ -36,16 +36,18 @@ class Table:
 
     def run(self, loop: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``loop(addresses, sizes, start, stop, *arguments)`` once a thread; what each call returned."""
-        total = int(self.sizes.sum())
-        num_threads = max(1, min(torch.get_num_threads(), total // FEWEST))
-        cuts = [total * number // num_threads for number in range(num_threads + 1)]
-        ranges = list(itertools.pairwise(cuts))
+        return share_out(loop, (self.addresses, self.sizes), int(self.sizes.sum()), *arguments)
 
-        def call(part: tuple[int, int]) -> Any:
-            return loop(self.addresses, self.sizes, *part, *arguments)
 
-        others = [_threads_of(os.getpid()).submit(call, part) for part in ranges[1:]]
-        return [call(ranges[0]), *(other.result() for other in others)]
+def share_out(loop: Callable[..., Any], where: tuple[Any, ...], total: int, *arguments: Any) -> list[Any]:
+    """Call ``loop(*where, start, stop, *arguments)`` once a thread, for equal parts of ``total`` elements."""
+    num_threads = max(1, min(torch.get_num_threads(), total // FEWEST))
+    if num_threads == 1:
+        return [loop(*where, 0, total, *arguments)]
+    cuts = [total * number // num_threads for number in range(num_threads + 1)]
+    first, *rest = itertools.pairwise(cuts)
+    others = [_threads_of(os.getpid()).submit(loop, *where, *part, *arguments) for part in rest]
+    return [loop(*where, *first, *arguments), *(other.result() for other in others)]
 
 
 @functools.cache
