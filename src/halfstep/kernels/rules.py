@@ -5,7 +5,8 @@ The same function serves fp32 tensors, numba's scalars and Triton's blocks. That
 * every constant is an argument, an fp32 value that the host has computed in fp64: ``1 - beta2`` in here would be fp64
   on one executor and fp32 on another;
 * roots, divisions and signs are arguments too: each executor has its own, and Triton's default ones are approximate;
-* there is no branch: what is switched off is multiplied by 0 or 1.
+* there is no branch: what is switched off is multiplied by 0 or 1;
+* annotations are quoted: Triton reads them, and knows no names of this module.
 
 ``*_numbers`` computes the constants of one step from a parameter group, in the order in which the rule takes them.
 
@@ -14,6 +15,7 @@ Regularization*, ICLR 2019, Algorithm 2; I. Sutskever et al., *On the importance
 learning*, ICML 2013; X. Chen et al., *Symbolic Discovery of Optimization Algorithms* (Lion), NeurIPS 2023, Algorithm 2.
 """
 
+# ruff: noqa: UP037
 from __future__ import annotations
 
 import math
@@ -24,7 +26,7 @@ from typing import Any
 V = Any  # an fp32 tensor, a scalar of numba's or a block of Triton's; `numbers`: a tuple of fp32 scalars
 
 
-def adam(weight: V, gradient: V, first: V, second: V, numbers: V, sqrt: V, divide: V) -> V:
+def adam(weight: "V", gradient: "V", first: "V", second: "V", numbers: "V", sqrt: "V", divide: "V") -> "V":
     """Kingma and Ba; the decay enters the gradient (Adam) or shrinks the weight (AdamW)."""
     coupled_decay, kept, first_share, second_kept, second_share, step_size, root_scale, eps = numbers
     gradient = gradient + coupled_decay * weight
@@ -34,7 +36,7 @@ def adam(weight: V, gradient: V, first: V, second: V, numbers: V, sqrt: V, divid
     return weight, first, second
 
 
-def sgd(weight: V, gradient: V, first: V, numbers: V) -> V:
+def sgd(weight: "V", gradient: "V", first: "V", numbers: "V") -> "V":
     """Sutskever et al., as torch writes it; without momentum ``first`` is the gradient."""
     coupled_decay, momentum, share, own, ahead, lr = numbers
     gradient = gradient + coupled_decay * weight
@@ -43,7 +45,7 @@ def sgd(weight: V, gradient: V, first: V, numbers: V) -> V:
     return weight, first
 
 
-def lion(weight: V, gradient: V, first: V, numbers: V, sign: V) -> V:
+def lion(weight: "V", gradient: "V", first: "V", numbers: "V", sign: "V") -> "V":
     """Chen et al.: the sign of what is ahead, and a memory that is longer than it."""
     kept, first_kept, first_share, ahead_kept, ahead_share, lr = numbers
     weight = kept * weight - lr * sign(ahead_kept * first + ahead_share * gradient)
