@@ -833,3 +833,30 @@ def test_a_lazy_model_is_refused_until_it_has_values():
         EMA(model)
     model(torch.ones(1, 3))
     EMA(model).update()
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_torchs_averaged_model_is_read(use_buffers):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    ema = EMA(model, 0.9)
+    for step in range(4):
+        model(torch.randn(8, 3)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        theirs.update_parameters(model)
+        if step == 1:
+            ema.load_state_dict(theirs.state_dict())
+            assert ema.num_updates == 2
+            assert ema.decay == 0.9
+        elif step > 1:
+            ema.update()
+    for name, p in theirs.module.named_parameters():
+        torch.testing.assert_close(ema.state_dict()["averages"][name], p.detach(), rtol=1e-6, atol=1e-7)
+    before = ema.state_dict()["averages"]["0.weight"].clone()
+    with pytest.raises(StateError, match="averages that do not fit"):
+        ema.load_state_dict(AveragedModel(nn.Linear(3, 4)).state_dict())
+    assert torch.equal(ema.state_dict()["averages"]["0.weight"], before)

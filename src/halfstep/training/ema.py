@@ -33,6 +33,7 @@ from halfstep.training.ema_parts import (
     differences,
     fsdp_modules,
     groups,
+    in_our_words,
     is_decay,
     lerp_,
     loaded,
@@ -257,7 +258,8 @@ class EMA:
         """Take over a saved state whole, in the dtypes it was saved with or wider; or nothing of it.
 
         The saved decay replaces this EMA's, so that a resumed run is the same run; a warning says so if they differ.
-        Averages of parameters that are frozen here are taken too: they were unfrozen when the state was saved.
+        The state of a torch.optim.swa_utils.AveragedModel of the same model is read too; it knows no decay. Averages
+        of parameters that are frozen here are taken too: they were unfrozen when the state was saved.
 
         Raises:
             StateError: names are missing or unexpected; a shape or kind of dtype differs; an average is not finite;
@@ -266,6 +268,7 @@ class EMA:
             CallOrderError: inside :meth:`swapped`.
         """
         self._refuse_while_swapped("load_state_dict()")
+        state = in_our_words(state, self._parameters, self._copies, self._decay)
         check_state(state)
         reshard(self._fsdp_modules)
         frozen = [name for name in self._parameters if name not in self._averages]

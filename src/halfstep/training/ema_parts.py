@@ -310,6 +310,21 @@ def state_error(asked: str, true: str) -> StateError:
     )
 
 
+def in_our_words(
+    state: Mapping[str, Any], parameters: Iterable[str], buffers: Iterable[str], decay: float
+) -> Mapping[str, Any]:
+    """The state of torch's AveragedModel as an EMA's; any other as it is."""
+    if not isinstance(state, Mapping) or "n_averaged" not in state or "averages" in state:
+        return state
+    found = {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
+    return {
+        "decay": decay,
+        "num_updates": int(state["n_averaged"]),
+        "averages": {name: found[name] for name in parameters if name in found},
+        "buffers": {name: found[name] for name in buffers if name in found},
+    }
+
+
 def check_state(state: object) -> None:
     """Raise StateError unless the state has the entries of an EMA, each of its type."""
     keys = ["averages", "buffers", "decay", "num_updates"]
