@@ -20,7 +20,7 @@ compare: $(STAMP)
 	$(BIN)/halfstep compare $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

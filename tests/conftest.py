@@ -1,8 +1,11 @@
 """Shared set-up: one thread (two stall when both cores are busy) and a fixed seed."""
 
+import os
+
 import pytest
 import torch
 
+os.environ.pop("COLUMNS", None)  # several worker processes inherit the terminal's width, one does not
 torch.set_num_threads(1)
 
 

@@ -66,6 +66,40 @@ def test_mixed_policies_cast_no_weights():
     assert {p.dtype for p in model.parameters()} == {FP32, torch.complex64}
 
 
+@pytest.mark.parametrize(("policy", "half"), [("fp16", "fp16"), (FP16, "fp16"), ("fp16-mixed", "fp16"),
+                                              ("bf16", "bf16"), (BF16, "bf16"), ("bf16-mixed", "bf16")])  # fmt: skip
+def test_a_mixed_policy_that_casts_nothing_says_so(policy, half):
+    with pytest.warns(PrecisionWarning, match=f'keeps fp32 weights, and nothing was cast.*"{half}-master"'):
+        cast_model(nn.Linear(2, 2), policy)
+
+
+@pytest.mark.parametrize(("model", "policy", "keep"), [
+    (nn.Linear(2, 2), "fp32", []),
+    (nn.Linear(2, 2), "fp16-master", []),
+    (nn.Sequential(nn.Linear(2, 2)), "fp16-mixed", ["0"]),
+    (nn.Linear(2, 2).half(), "fp16-mixed", []),
+])  # fmt: skip
+def test_a_policy_that_does_what_it_says_does_not(model, policy, keep):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cast_model(model, policy, keep_fp32=keep)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master", "bf16-mixed"])
+@pytest.mark.parametrize("keep", [[], ["1"]])
+def test_statistics_of_a_model_that_was_16_bit_already_are_raised_with_their_weights(dtype, policy, keep):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(dtype)
+    model[1].running_var.fill_(0.5)
+    records = {cast.name: cast for cast in cast_model(model, policy, keep_fp32=keep)}
+    norm = model[1]
+    assert {t.dtype for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)} == {FP32}
+    assert torch.equal(norm.running_var, torch.full((4,), 0.5)), "16 bits hold it exactly, and so does fp32"
+    assert records["1.running_var"].is_changed
+    assert torch.isfinite(model(torch.randn(8, 4))).all()
+    assert norm.num_batches_tracked.dtype == torch.int64
+
+
 def test_buffers_are_cast_only_when_asked_and_never_those_of_kept_modules():
     model = Model()
     cast_model(model, "p=bf16,c=bf16,buffer=bf16,master=fp32")

@@ -1,7 +1,9 @@
 """The command line as a user types it."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -120,12 +122,35 @@ def test_probe_ops_shows_every_operation_under_what_decides_its_dtype(says, monk
         assert op.name in group, op.name
     assert "with fp16 bilinear" in groups["fails"]
     assert "conv_transpose3d*" in groups["runs in 16 bits"]
+    assert all(line == line.rstrip() for line in out.splitlines()), "no blanks at the ends in a pipe"
 
 
 def test_probe_ops_starts_no_training_and_gives_no_advice_for_it(says):
     code, out, err = says("probe", "--ops", "--policy", "bf16-true", "--device", "cpu")
     assert (code, err) == (0, "")
     assert "rounded once" in out
+
+
+@pytest.mark.parametrize("policy", ["bf16-true", "bf16-mixed"])
+def test_probe_ops_promises_no_dtype_to_what_fails(says, monkeypatch, policy):
+    """An operation that fails with some inputs says so where it stands, by its mark or by its heading."""
+    monkeypatch.setenv("COLUMNS", "4000")
+    _, out, _ = says("probe", "--ops", "--policy", policy, "--device", "cpu")
+    groups = {text.split("  ")[0]: text for text in out.split("\n\n")}
+    heading = groups["runs in 16 bits"].splitlines()[0]
+    assert ("needs 16-bit inputs" in heading) == (policy == "bf16-true")
+    with pytest.warns(match="keeps no masters") if policy == "bf16-true" else contextlib.nullcontext():
+        table = ops_table(policy, "cpu")
+    marked = 0
+    for op in table:
+        group = groups["halfstep.ops" if op.family == "halfstep.ops" else op.kind.value]
+        fails = any(run.error for run in op.runs)
+        if "needs" not in group.splitlines()[0]:
+            entries = re.split(r", | {2,}|\n", group.replace("*", ""))
+            assert (f"{op.name}†" in entries) == fails, op.name
+            marked += fails
+    assert marked
+    assert '† fails with some inputs: those under "fails"' in out
 
 
 def test_bench_measures_prints_and_names_what_it_wrote(says, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ its inputs. So every operation is run here under the policy's autocast, three ti
 the policy's 16-bit dtype, and, where it takes several, one in 16 bits and the others in fp32. A ``TorchDispatchMode``
 lies below autocast and sees the kernels with the dtypes that they are really given.
 
-    runs in 16 bits         whatever comes in; autocast casts it down (or the weights' dtype leaves no choice)
-    runs in fp32            whatever comes in; autocast casts it up, or torch itself does
+    runs in 16 bits         with whatever it takes: autocast casts it down, or it fails with fp32 (weights in 16 bits)
+    runs in fp32            with whatever it takes: autocast or torch itself casts it up, or it fails with 16 bits
     widest input            16 bits with 16 bits; fp32 as soon as one tensor is fp32
     follows its input       16 bits with 16 bits, fp32 with fp32; mixed inputs are an error, or there is but one input
     refused                 it does not run: torch forbids it under autocast, or has no kernel for it on this device

@@ -4,7 +4,7 @@ Method: floating parameters get ``param_dtype``, each Parameter object in place,
 optimizer made before goes on holding them. What stays fp32:
 
 - norms with running statistics (BatchNorm): a variance near 1 that moves by a thousandth would stand still in bf16;
-  torch's kernels take 16-bit inputs with fp32 weights there;
+  torch's kernels take 16-bit inputs with fp32 weights there, if the statistics are fp32 too;
 - floating buffers, unless the policy names a ``buffer_dtype``: tables of positions and frequencies are buffers, and
   bf16 cannot tell position 257 from 256;
 - modules whose dotted name matches a pattern of ``keep_fp32``. They also *run* in fp32, under autocast too, and hand
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import ArgumentError, PrecisionWarning, warn
-from halfstep.formats import format_of
+from halfstep.formats import HALF_DTYPES, format_of
 from halfstep.policy import Policy, cast_floating
 
 LARGEST_LOSS = 1e-3  # of an input's spread, root mean square, that a cast may cost without a warning
@@ -89,7 +89,8 @@ def cast_model(
 
     Warns:
         PrecisionWarning: at the first call of the model, if casting an input loses more than a thousandth of its
-            spread: timesteps, coordinates and the like. Reads the device, that once.
+            spread: timesteps, coordinates and the like. Reads the device, that once. And here, if the policy computes
+            in 16 bits but keeps fp32 weights, and nothing was cast or kept: such policies act through autocast.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -104,6 +105,8 @@ def cast_model(
     kept = _kept_modules(model, keep_fp32)
     reasons = _reasons(model, kept)
     records = [*_cast_parameters(model, parsed, reasons), *_cast_buffers(model, parsed, reasons)]
+    if parsed.is_mixed and not kept and not any(record.is_changed for record in records):
+        _warn_that_nothing_was_cast(parsed)
     casts_back = parsed.param_dtype != torch.float32
     for name, module in kept.items():
         _run_in_fp32(module, parsed.param_dtype if casts_back else None)
@@ -111,6 +114,15 @@ def cast_model(
     if parsed.cast_forward_inputs and casts_back:
         model.register_forward_pre_hook(_InputCast(parsed.param_dtype, tuple(keep_fp32_inputs)), with_kwargs=True)
     return tuple(records)
+
+
+def _warn_that_nothing_was_cast(policy: Policy) -> None:
+    if policy.compute_dtype in HALF_DTYPES:
+        warn(
+            f"The policy {policy} keeps fp32 weights, and nothing was cast: its products are cast by autocast, in"
+            f' stepper.forward(). Did you mean "{format_of(policy.compute_dtype)}-master"?',
+            PrecisionWarning,
+        )
 
 
 # -- what stays -------------------------------------------------------------------------------------------------------
@@ -205,7 +217,8 @@ def _cast_buffers(model: nn.Module, policy: Policy, reasons: dict[int, str]) -> 
         if not buffer.is_floating_point():
             continue
         before, reason = buffer.dtype, reasons.get(id(buffer))
-        after = policy.buffer_dtype if policy.buffer_dtype is not None and reason is None else before
+        # A kept module's weights are fp32 now: BatchNorm refuses 16-bit statistics beside those.
+        after = torch.float32 if reason else policy.buffer_dtype or before
         if before != after:
             buffer.data = buffer.data.to(after)
         default = "a buffer, which keeps its dtype" if policy.buffer_dtype is None else "the policy's buffers"

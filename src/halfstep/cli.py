@@ -100,9 +100,9 @@ def compare(
     quick: Annotated[
         bool, typer.Option("--quick", help="A lecture demonstration: fewer tasks, regimes, epochs.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for report.html, pictures and compare.json.")] = Path(
-        "halfstep-compare"
-    ),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html, pictures and compare.json; default: halfstep-compare.")
+    ] = None,
     lang: Annotated[str, typer.Option(help="Language of table and report: en or zh.")] = "en",
     jobs: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
@@ -112,13 +112,14 @@ def compare(
 
     language = words.words_in(lang)
     chosen = settings.choose(tasks or (), regimes or (), num_seeds=seeds, is_quick=quick, num_jobs=jobs, device=device)
-    report.check_report(out)
+    folder = out or report.default_folder(is_quick=quick)
+    report.check_report(folder)
     with _progress_bar() as progress:
         study = run.compare(chosen, progress)
-    paths = report.write_report(study, out, language)
+    paths = report.write_report(study, folder, language)
     console = _console()
     console.print(*table.tables(study, language, console), sep="\n")
-    console.print(f"{paths[0]}  (+ {', '.join(path.name for path in paths[1:])})", highlight=False)
+    console.print(f"{paths[0]}  (+ {', '.join(path.name for path in paths[1:])})", highlight=False, soft_wrap=True)
 
 
 def bench(

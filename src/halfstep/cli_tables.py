@@ -6,10 +6,37 @@ Not here: `compare`'s and `bench`'s tables, which stand beside what they show.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halfstep.autocast_ops import OpDtypes, OpKind
+
+
+_FAILS = "†"
+_MEANINGS = {
+    "runs in 16 bits": "whatever comes in",
+    "runs in fp32": "whatever comes in",
+    "widest input": "16 bits with 16 bits, fp32 as soon as one tensor is fp32",
+    "follows its input": "16 bits with 16 bits, fp32 with fp32",
+    "refused": "by torch, with the first line of its error",
+}
+
+
+class _Trimmed:
+    """A table without the blanks that rich pads its lines with, which a pipe or a file would keep."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        for line in console.render_lines(self.table, options, pad=False):
+            kept = list(dropwhile(lambda segment: not segment.text.strip(), reversed(line)))[::-1]
+            yield from kept[:-1]
+            yield from (Segment(last.text.rstrip(), last.style) for last in kept[-1:])
+            yield Segment.line()
 
 
 def facts(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
@@ -34,7 +61,7 @@ def facts(hardware: dict[str, Any], choice: dict[str, Any]) -> Any:
     for name, text in known.items():
         if text:
             table.add_row(f"[dim]{name}[/]", text)
-    return table
+    return _Trimmed(table)
 
 
 def formats(rows: list[dict[str, Any]]) -> Any:
@@ -52,7 +79,7 @@ def formats(rows: list[dict[str, Any]]) -> Any:
         bits = f"1+{row['exponent_bits']}+{row['mantissa_bits']}"
         numbers = (f"{row[key]:.6g}" for key in (*limits.values(), "epsilon"))
         table.add_row(f"[bold]{row['name']}[/]", bits, *numbers)
-    return table
+    return _Trimmed(table)
 
 
 def operations(table: Sequence[OpDtypes], policy: str, where: str) -> Iterator[Any]:
@@ -78,38 +105,49 @@ def operations(table: Sequence[OpDtypes], policy: str, where: str) -> Iterator[A
         yield f"\n[bold]{HALFSTEP}[/]  [dim]fp32 inside, rounded to the input's dtype at the end[/]"
         rounded = {"": None, "rounded once": True, "more than once": False}
         groups = {name: [op for op in own if op.rounds_once is value] for name, value in rounded.items()}
-        yield _grid({name: ops for name, ops in groups.items() if ops})
+        yield _grid({name: ops for name, ops in groups.items() if ops}, marks_failures=True)
     yield from _failures(table)
     if any(op.rounds_once is False for op in table):
-        yield "\n[dim]* rounded to 16 bits more than once on the way: up to some ulp from the exact result[/]"
+        yield "\n[dim]* rounded to 16 bits more than once: up to some ulp from the exact result[/]"
+    if any(_is_marked(op) for op in table):
+        yield f'\n[dim]{_FAILS} fails with some inputs: those under "fails"[/]'
 
 
 def _kind(kind: OpKind, ops: Sequence[OpDtypes]) -> Iterator[Any]:
-    meanings = {
-        "runs in 16 bits": "whatever comes in",
-        "runs in fp32": "whatever comes in",
-        "widest input": "16 bits with 16 bits, fp32 as soon as one tensor is fp32",
-        "follows its input": "16 bits with 16 bits, fp32 with fp32",
-        "refused": "by torch, with the first line of its error",
-    }
     if not ops:
         return
-    yield f"\n[bold]{kind.value}[/]  [dim]{meanings[kind.value]}[/]"
+    needs = _needs(kind, ops)
+    exception = f"; except {_FAILS}" if any(map(_is_marked, ops)) else ""
+    yield f"\n[bold]{kind.value}[/]  [dim]{needs or _MEANINGS[kind.value] + exception}[/]"
     families: dict[str, list[OpDtypes]] = {}
     for op in ops:
         families.setdefault(op.family, []).append(op)
-    yield _grid(families)
+    yield _grid(families, marks_failures=not needs)
 
 
-def _grid(families: dict[str, list[OpDtypes]]) -> Any:
+def _needs(kind: OpKind, ops: Sequence[OpDtypes]) -> str:
+    """The inputs that all of them need, where all fail with the others: 16-bit weights meet fp32 without autocast."""
+    inputs = {"runs in 16 bits": "16-bit", "runs in fp32": "fp32"}.get(kind.value, "")
+    failed = [{run.given for run in op.runs if run.error and "+" not in run.given} for op in ops]
+    is_needed = inputs and all(given and ("fp32" in given) == (inputs == "16-bit") for given in failed)
+    return f"needs {inputs} inputs" if is_needed else ""
+
+
+def _is_marked(op: OpDtypes) -> bool:
+    """Whether it runs with some inputs and fails with others."""
+    return 0 < sum(bool(run.error) for run in op.runs) < len(op.runs)
+
+
+def _grid(families: dict[str, list[OpDtypes]], *, marks_failures: bool = False) -> Any:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=18)
     grid.add_column()
     for family, ops in families.items():
-        grid.add_row(f"  [dim]{family}[/]", ", ".join(op.name + "*" * (op.rounds_once is False) for op in ops))
-    return grid
+        names = (op.name + "*" * (op.rounds_once is False) + _FAILS * (marks_failures and _is_marked(op)) for op in ops)
+        grid.add_row(f"  [dim]{family}[/]", ", ".join(names))
+    return _Trimmed(grid)
 
 
 def _failures(table: Sequence[OpDtypes]) -> Iterator[Any]:

@@ -273,6 +273,39 @@ class _Switches:
         _parent().fp32_precision = self.parent
 
 
+@contextlib.contextmanager
+def tf32_switched(*, is_on: bool) -> Iterator[None]:
+    """All of CUDA's TF32 switches on or off for a block, whatever the hardware, and as they were afterwards.
+
+    Unlike `enable_tf32` it can switch off, asks no hardware, and opens no handle: for measuring both ways.
+
+    Args:
+        is_on: whether fp32 products and convolutions read their inputs as tf32 inside.
+
+    Example:
+        >>> with tf32_switched(is_on=True):
+        ...     torch.backends.cuda.matmul.fp32_precision
+        'tf32'
+    """
+    with _lock:
+        before = _Switches.read()
+    try:
+        with _lock:
+            (_switch_on if is_on else _switch_off)(before)
+        yield
+    finally:
+        with _lock:
+            before.write()
+
+
+def _switch_off(before: _Switches) -> None:
+    """By the parent, so that one that says nothing still says nothing; the older switches decide nothing then."""
+    _parent().fp32_precision = _OFF
+    for owner, says in zip(_operations(), before.operations, strict=True):
+        if says == _ON:
+            owner.fp32_precision = _OFF
+
+
 def _switch_on(before: _Switches) -> None:
     _set_new_ones_on(before.operations)
     if before.matmul == "highest":

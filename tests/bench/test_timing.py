@@ -133,6 +133,32 @@ def test_tf32_switches_are_set_where_they_say_otherwise_and_put_back(device, as_
     assert [switch.fp32_precision for switch in everything] == before
 
 
+@pytest.mark.parametrize("as_tf32", [True, False])
+def test_a_convolution_switch_that_says_nothing_still_says_nothing(as_tf32):
+    cudnn = torch.backends.cudnn
+    try:
+        with fp32_products("cuda", as_tf32=as_tf32):
+            assert cudnn.conv.fp32_precision == ("tf32" if as_tf32 else "ieee")
+        assert cudnn.conv.fp32_precision == "tf32"
+        cudnn.fp32_precision = "ieee"
+        assert cudnn.conv.fp32_precision == "ieee", "it follows its parent, as before"
+    finally:
+        cudnn.fp32_precision = "none"
+
+
+def test_a_switch_that_follows_its_parent_still_does():
+    backends = torch.backends
+    try:
+        backends.fp32_precision = "tf32"
+        with fp32_products("cpu", as_tf32=False):
+            assert backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert backends.mkldnn.matmul.fp32_precision == "tf32"
+        backends.fp32_precision = "ieee"
+        assert backends.mkldnn.matmul.fp32_precision == "ieee"
+    finally:
+        backends.fp32_precision = "none"
+
+
 def test_fp32_is_timed_with_tf32_off_and_tf32_with_it_on(machine, monkeypatch):
     seen = set()
     real = timing.fp32_products

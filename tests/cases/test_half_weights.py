@@ -7,13 +7,14 @@ weights, masters, moments and buffers. PrecisionWarnings are errors here: with m
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import CallOrderError, NonFiniteError, SkippedStepWarning, UnsupportedError
+from halfstep.errors import CallOrderError, HalfstepWarning, NonFiniteError, SkippedStepWarning, UnsupportedError
 
 quiet = pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepWarning")
 SGD = torch.optim.SGD
@@ -234,12 +235,20 @@ def lbfgs(ps):
 def test_MP_10_closures_with_16_bit_weights_are_refused_before_any_weight_moves(half_policy, half_run):
     """One of the two ways that the case allows: gradients of several evaluations would be divided in 16 bits."""
     model = weights([0.0])
-    run = half_run(model, lbfgs)
+    run, refusal = None, None
+    try:
+        run = half_run(model, lbfgs)
+    except UnsupportedError as error:  # the Stepper, before anything has run
+        refusal = str(error)
+    if run is None:
+        assert "16-bit weights are widened" in refusal
+        assert model[0].item() == 0.0
+        return
+    assert isinstance(run.engine, halfstep.GradScaler)
     with pytest.raises(CallOrderError, match="LBFGS evaluates the loss itself"):
         run.step(lambda: (model[0].float() - 1).square().sum())
-    if isinstance(run.engine, halfstep.GradScaler):
-        with pytest.raises(UnsupportedError, match="closure"):
-            run.engine.step(run.optimizer, lambda: run.engine.scale((model[0].float() - 3).square().sum()))
+    with pytest.raises(UnsupportedError, match="closure"):
+        run.engine.step(run.optimizer, lambda: run.engine.scale((model[0].float() - 3).square().sum()))
     assert (model[0].item(), run.master(model[0]).item()) == (0.0, 0.0)
 
 
@@ -275,7 +284,12 @@ def test_MP_03_looking_at_gradients_between_backward_and_step(half_policy, half_
             with pytest.raises(UnsupportedError, match=r"clip_norm|clip"):
                 run.engine.unscale_()
         else:
-            run.engine.unscale_()
+            with (
+                pytest.warns(HalfstepWarning, match="clip_grad_norm_ and the like see nothing")
+                if num > 1
+                else nullcontext()
+            ):
+                run.engine.unscale_()
             gradient = model[0].grad if num == 1 else model[0].fp32_grad
             assert gradient.tolist() == [1.0, 1.0]
         assert run.engine.step().is_applied

@@ -80,6 +80,18 @@ def test_masters_begin_as_the_weights_that_fp32_begins_with(name):
             assert torch.equal(p, full.to(dtype))
 
 
+@pytest.mark.parametrize("name", MASTERS)
+def test_beside_masters_the_texts_normalisations_stay_in_fp32(name):
+    trainer = Trainer(TASKS["text"], REGIMES[name], 0, CPU, NUM_STEPS)
+    half = REGIMES[name].format.dtype
+    dtypes = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    assert dtypes == {name: torch.float32 if "norm" in name else half for name in dtypes}
+    assert list(dtypes.values()).count(torch.float32) == 10  # two in each block and the last, weight and bias
+    trainer.backward(next(trainer.batches(1)))
+    assert [g.dtype for g in trainer.gradients()] == list(dtypes.values())
+    assert trainer.step()
+
+
 @pytest.mark.filterwarnings("ignore:bf16-true keeps no masters")
 def test_masters_keep_what_bf16_weights_lose():
     """One short step: half of bf16's weights and more stay where they are, and all of the masters move."""

@@ -154,7 +154,7 @@ def test_what_is_chosen_and_why(monkeypatch):
     assert choose.choose(torch.device("cpu"), many).name == "numba"
     assert "too few" in choose.choose(torch.device("cpu"), many - 1).reason
     assert "cuda" in choose.choose(torch.device("cuda"), many).reason
-    monkeypatch.setattr(choose, "_has_numba", lambda: False)
+    monkeypatch.setattr(choose, "_missing_numba", lambda: "numba is not installed (pip install 'halfstep[cpu]')")
     without = choose.choose(torch.device("cpu"), many)
     assert without.name == "torch"
     assert "pip install" in without.reason
@@ -210,3 +210,41 @@ def test_compiled_code_is_kept_and_the_users_own_folder_is_left_alone(tmp_path, 
 
 def _twice(x):
     return 2 * x
+
+
+def wrapped(tensor):
+    """A gradient whose numbers are not where its address says, as an all-reduce in flight is."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(tensor, tensor.clone())
+
+
+def test_what_has_no_plain_memory_goes_to_torch():
+    half, wide = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64)
+    casts.widen([wide], [wrapped(half)], None)
+    assert wide.tolist() == [1.0] * 64
+    casts.widen([wide], [torch._neg_view(half)], None)
+    assert wide.tolist() == [-1.0] * 64
+    freed = torch.ones(64, dtype=torch.bfloat16)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        casts.widen([wide], [freed], None)
+
+
+def test_shapes_are_compared_and_not_only_strides():
+    half, wide = torch.ones(4, 64, dtype=torch.bfloat16), torch.zeros(1, 64)
+    with pytest.raises(RuntimeError):
+        casts.add([wide], [half])
+
+
+def test_a_parameter_that_has_grown_is_refused():
+    from halfstep.errors import CallOrderError
+    from halfstep.optim.masters import MasterWeights
+
+    flat = torch.randn(80).bfloat16()
+    p = torch.nn.Parameter(flat[:64].view(4, 16))
+    optimizer = MasterWeights(torch.optim.SGD([p], lr=0.1))
+    p.data = flat.view(5, 16)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(CallOrderError, match="shape"):
+        optimizer.step()

@@ -158,3 +158,17 @@ def test_gradients_by_hand_are_autograds(name, dtype, size, monkeypatch):
     limit = torch.finfo(dtype).eps
     rows = by_autograd.detach().abs().amax(-1, keepdim=True).float()
     assert ((by_hand.float() - by_autograd.float()).abs() <= limit * rows).all()
+
+
+def test_checkpointing_takes_saved_tensors_once():
+    """Without re-entering, torch runs the forward pass again for each time that they are asked for."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 16, (8,))
+    for function in (ops.log_softmax, lambda t: ops.cross_entropy(t, labels), ops.norm, ops.normalize):
+        x.grad = None
+        function(x).float().sum().backward()
+        wanted, x.grad = x.grad, None
+        checkpoint(function, x, use_reentrant=False).float().sum().backward()
+        assert torch.equal(x.grad, wanted)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfstep.errors import PrecisionWarning
+from halfstep.errors import CallOrderError, PrecisionWarning
 from halfstep.kernels.rounding import rounded
 from halfstep.optim import step_parts
 from halfstep.optim.export import fp32_state_dict
@@ -538,3 +538,44 @@ def test_export_widens_everything_and_shares_nothing():
     assert exported["1.num_batches_tracked"].dtype == torch.int64
     exported["0.weight"].zero_()
     assert torch.equal(optimizer.state[model[0].weight]["master"], exact)
+
+
+def test_the_inner_optimizer_is_not_stepped_by_itself():
+    """Whoever forgets to keep what MasterWeights returns would train nothing, in silence."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    forgotten = optim.SGD([p], lr=0.1)
+    MasterWeights(forgotten)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(CallOrderError, match=r"keep what MasterWeights returns and step that"):
+        forgotten.step()
+    assert torch.equal(p.detach(), torch.ones(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", [lambda ps: optim.AdamW(ps, lr=0.1), lambda ps: optim.LBFGS(ps, lr=0.1)])
+def test_the_guard_goes_with_copies_and_leaves_with_to_torch(make):
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights(make([p]))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.float().square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    other = copy.deepcopy(optimizer)
+    with pytest.raises(CallOrderError):
+        other.inner.step(closure)
+    plain = optimizer.to_torch()
+    plain.step(closure)
+
+
+def test_a_scheduler_of_the_inner_optimizer_is_noticed():
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    inner = optim.SGD([p], lr=0.1)
+    optimizer = MasterWeights(inner)
+    LambdaLR(inner, lambda step: 0.5)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(CallOrderError, match="make the scheduler from the MasterWeights"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(2, dtype=torch.bfloat16))

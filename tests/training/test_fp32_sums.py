@@ -130,3 +130,29 @@ def test_copies_of_a_model_have_no_sum_and_a_dead_stepper_sums_nothing():
     model(torch.ones(1, 2, dtype=BF16)).float().sum().backward()
     assert model.weight.grad is not None
     assert not hasattr(model.weight, "fp32_grad")
+
+
+def test_between_windows_gradients_are_the_users_own():
+    """A loop by hand after a window: no hook moves its gradients away, and no sum is left to be stepped with."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    model = nn.ParameterList([p])
+    optimizer = halfstep.MasterWeights(torch.optim.SGD([p], lr=1.0))
+    stepper = halfstep.Stepper(model, optimizer, policy="bf16-master", accumulate=2)
+    for _ in range(2):
+        with stepper.forward():
+            loss = p.float().sum()
+        stepper.backward(loss)
+        stepper.step()
+    for step in range(3):
+        optimizer.zero_grad()
+        p.float().sum().backward()
+        assert p.grad is not None
+        optimizer.step()
+        assert p.item() == -2.0 - step
+    with stepper.forward():
+        loss = p.float().sum()
+    stepper.backward(loss)
+    assert p.grad is None
+    optimizer.zero_grad()
+    assert getattr(p, "fp32_grad", None) is None
+    stepper.discard()

@@ -95,6 +95,7 @@ SAYS = {
     "no_optimizer": (ArgumentError, "there is nothing to step", "pass torch.optim.AdamW(model.parameters())"),
     "same_parameter_twice": (ArgumentError, "stepped twice with one gradient", "give each parameter to one optimizer"),
     "foreign_parameters": (ArgumentError, "copied or cast after the optimizer was made", "pass nn.ModuleList([model,"),
+    "inner_optimizer": (ArgumentError, "stepped with no gradient", "pass the MasterWeights that is around it"),
     "foreign_scheduler": (ArgumentError, "that nobody uses here", "from the optimizer that the stepper gets"),
     "no_scheduler": (ArgumentError, "", ""),
     "bad_clip_norm": (ArgumentError, "no gradient could be clipped to it", "pass clip_norm=1.0, or leave it out"),
@@ -310,6 +311,11 @@ def building():
     }.items():
         true = f"{num} parameters are not in the model"
         yield "foreign_parameters", "inside", build(optimizer=make), "Stepper with SGD", true
+    wrapped = half_model()
+    inner = wrapped["optimizer"]
+    wrapped["keep"] = halfstep.MasterWeights(inner)
+    bad = lambda run: wrapped["keep"] and build(model=wrapped["model"], optimizer=inner)(run)  # noqa: E731
+    yield "inner_optimizer", "inside", bad, "Stepper with SGD", "the inner optimizer of a MasterWeights"
     scheduler = build(scheduler=lambda run: schedulers.StepLR(SGD(run.model.parameters(), 0.1), 1))
     asked, true = "Stepper(scheduler=StepLR)", "it was made for another optimizer than this stepper's"
     yield "foreign_scheduler", "inside", scheduler, asked, true
@@ -355,7 +361,8 @@ def policies():
         yield "policy_option", "inside", build(**options), f"under a policy with {asked}", true, also
     true = "it wants torch.bfloat16 weights, and 0.weight is torch.float32"
     policy, asked = build(policy="bf16-true", **half_model(num_half=0)), "Stepper under the policy bf16-true"
-    yield "weights_of_another_dtype", "inside", policy, asked, true, ".to(torch.bfloat16)"
+    also = 'cast_model(model, "bf16-true") before its optimizer is made, or use the policy that fits'
+    yield "weights_of_another_dtype", "inside", policy, asked, true, also
     for policy in (5, "nonsense", None, []):
         yield "", "inside", build(policy=policy), f"the policy {policy!r}", ""
     yield (
@@ -364,6 +371,8 @@ def policies():
         build(policy="fp16-master"),
         "fp16-master",
         "wants torch.float16 weights",
+        'cast_model(model, "fp16-master") before its optimizer is made, or halfstep.MasterWeights(optimizer, dtype='
+        "torch.float16), or use the policy",
     )
     bare, true = build(policy="bf16-master", **half_model()), "it wants fp32 masters, and this optimizer keeps none"
     yield "no_masters", "inside", bare, "Stepper under the policy bf16-master with SGD", true
@@ -642,8 +651,9 @@ def test_fp16_gradients_cannot_be_unscaled_in_place():
     with stepper.forward():
         loss = (model.weight.float().sum() + model.bias.float().sum()) * 2.0**-20
     stepper.backward(loss)
-    with pytest.raises(HalfstepError, match=r"FP16 gradients.\n.*\n.*would be lost\n.*leave unscale_\(\) out"):
+    with pytest.raises(HalfstepError, match=r"FP16 gradients.\n.*\n.*lost\n.*leave unscale_\(\) out") as caught:
         stepper.unscale_()
+    assert "to clip, use halfstep.Stepper(clip_norm=...)" in caught.value.fix
     assert stepper.step().grad_norm == pytest.approx(3**0.5 * 2.0**-20)
 
 

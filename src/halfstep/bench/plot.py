@@ -9,6 +9,7 @@ Not here: words for what the bars mean; those are computed in verdict.py.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from halfstep.bench.verdict import base_of, noise_note, ratio_of
 from halfstep.formats import FloatFormat
 
 SIZE, DPI = (12.8, 7.2), 110  # inches; 16:9, what a projector shows
+CAPTION_COLUMNS = 140  # of size 10 across the picture
 INK, MUTED, GRID = "#1a1a1a", "#6b6b6b", "#e3e3e3"
 COLORS = {"fp32": INK, "tf32": "#E69F00", "fp16": "#0072B2", "bf16": "#009E73"}
 _MARKERS = {"fp32": "o", "tf32": "D", "fp16": "s", "bf16": "^"}
@@ -140,7 +142,8 @@ def _draw_bars(axes: Any, title: tuple[str, str], names: Sequence[str], rows: di
 def _caption(measurement: Measurement) -> str:
     machine, hardware = measurement.machine, measurement.settings.hardware
     threads = f", {machine['threads']} of {machine['cores']} cores" if measurement.settings.device.type == "cpu" else ""
-    return (
+    text = (
         f"{hardware.name or hardware.label}{threads}, torch {machine['torch']}. Medians; bands from the slowest to the "
         f"fastest round. Convolutions are compared with contiguous ones. {noise_note(measurement)}"
-    ).strip()
+    )
+    return textwrap.fill(text, CAPTION_COLUMNS)

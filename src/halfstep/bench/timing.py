@@ -23,6 +23,7 @@ import torch
 
 from halfstep.bench.products import Product
 from halfstep.formats import TF32
+from halfstep.tf32 import tf32_switched
 
 ROUND_SECONDS = 0.005  # a clock that ticks in microseconds is exact to a thousandth
 PILOT_SECONDS = 0.002
@@ -239,12 +240,15 @@ def threads(count: int) -> Iterator[None]:
 def fp32_products(device_type: str, *, as_tf32: bool) -> Iterator[None]:
     """fp32 products and convolutions read as tf32, or as they are, and torch's switches as they were afterwards.
 
-    Both ways: by default cuDNN's convolutions read fp32 as tf32, and a process may have switched products too. Only a
-    switch that says otherwise is touched. (cuDNN's, if it stood at torch's default, says "tf32" by itself afterwards.)
+    Both ways: by default cuDNN's convolutions read fp32 as tf32, and a process may have switched products too. Of
+    oneDNN's only a switch that says otherwise is touched; one that says what its parent says follows it afterwards.
     """
+    if device_type == "cuda":
+        with tf32_switched(is_on=as_tf32):
+            yield
+        return
     backends: Any = torch.backends  # its submodules' switches are not in torch's type hints
-    of_cuda = (backends.cuda.matmul, backends.cudnn.conv)
-    switches = of_cuda if device_type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
+    switches = backends.mkldnn.matmul, backends.mkldnn.conv
     wanted = ("tf32",) if as_tf32 else ("ieee", "none")
     before = [(switch, switch.fp32_precision) for switch in switches if switch.fp32_precision not in wanted]
     try:
@@ -253,4 +257,6 @@ def fp32_products(device_type: str, *, as_tf32: bool) -> Iterator[None]:
         yield
     finally:
         for switch, value in before:
-            switch.fp32_precision = value
+            switch.fp32_precision = "none"
+            if switch.fp32_precision != value:
+                switch.fp32_precision = value

@@ -2,7 +2,8 @@
 
 Method: a dtype is judged by its speed over fp32's at the largest size at which both were measured, where products are
 limited by multiplication. Sizes and layouts are judged within a dtype, by their speed over that of n x n, row by row.
-A difference counts where it is above `NOTICEABLE` and above the spread of the rounds it comes from.
+A difference counts where it is above `NOTICEABLE` and above the spread of the rounds it comes from. Where the spread is
+above `NOTICEABLE` itself and no difference is above it, nothing is decided, and the sentence says so.
 
 Not here: what a dtype would do on other machines; thresholds are for words only, the numbers stand beside them.
 """
@@ -22,6 +23,7 @@ from halfstep.formats import FP32, FloatFormat
 NOTICEABLE = 0.1
 # Hardware that has a format multiplies it at fp32's speed or half of it at the least; software takes it apart first.
 EMULATED = 0.2
+UNDECIDED = "not decided: differences are within the rounds' spread"
 
 
 @dataclass(frozen=True)
@@ -83,22 +85,31 @@ def speed_over_fp32(measurement: Measurement, fmt: FloatFormat) -> tuple[int, fl
     Returns:
         (size, ratio), or None if there is no such size.
     """
-    reference = {cell.product.size: cell.gflops for cell in measurement.of(measurement.by_size, FP32)}
+    found = _largest_pair(measurement, fmt)
+    return found and (found[0].product.size, found[2])
+
+
+def _largest_pair(measurement: Measurement, fmt: FloatFormat) -> tuple[Cell, Cell, float] | None:
+    """The dtype's cell, fp32's, and the ratio, at the largest size at which both were measured."""
+    reference = {cell.product.size: cell for cell in measurement.of(measurement.by_size, FP32)}
     found = None
     for cell in measurement.of(measurement.by_size, fmt):
         base = reference.get(cell.product.size)
-        if base and cell.gflops:
-            found = cell.product.size, cell.gflops / base
+        if base is not None and (ratio := ratio_of(cell, base)) is not None:
+            found = cell, base, ratio
     return found
 
 
 def _speed(measurement: Measurement, fmt: FloatFormat) -> Verdict:
-    found = speed_over_fp32(measurement, fmt)
+    found = _largest_pair(measurement, fmt)
     if found is None:
         cells = (*measurement.of(measurement.by_size, fmt), *measurement.of(measurement.by_size, FP32))
         reason = next(cell.reason for cell in cells if cell.reason)
         return Verdict(f"{fmt} products were not compared with fp32's: {reason}", None, fmt)
-    size, ratio = found
+    cell, base, ratio = found
+    size = cell.product.size
+    if abs(ratio - 1) <= _noise(cell, base) and _is_noisy(cell, base):
+        return Verdict(f"{fmt} products against fp32's at {size} x {size}: {UNDECIDED}", ratio, fmt)
     number = f"{ratio:.2g} of fp32's speed at {size} x {size}"
     if ratio > 1 + NOTICEABLE:
         text = f"{fmt} products pay here: {ratio:.2g} times fp32's speed at {size} x {size}"
@@ -117,14 +128,17 @@ def _sizes(cells: Sequence[Cell]) -> list[Verdict]:
     compared = [(cell, ratio) for cell in others if (ratio := ratio_of(cell, base)) is not None]
     if not compared:
         return []
-    worst, ratio = min(compared, key=lambda pair: pair[1])
+    slower = [(cell, ratio) for cell, ratio in compared if ratio < 1 - _noise(base, cell)]
+    worst, ratio = min(slower or compared, key=lambda pair: pair[1])
     fmt, n = base.product.format, base.product.size
-    if ratio < 1 - _noise(base, worst):
+    if slower:
         text = f"{fmt}: sizes off a multiple of 8 cost; {worst.product.size} runs at {ratio:.2g} of the speed of {n}"
-    elif ratio > 1 + _noise(base, worst):
+    elif all(ratio > 1 + _noise(base, cell) for cell, ratio in compared):
         text = f"{fmt}: sizes off a multiple of 8 are faster; {worst.product.size} by {ratio:.2g} times over {n}"
+    elif any(_is_noisy(base, cell) for cell, _ in compared):
+        text = f"{fmt}: sizes off a multiple of 8, at {n}: {UNDECIDED}"
     else:
-        text = f"{fmt}: sizes off a multiple of 8 cost nothing at {n}"
+        text = f"{fmt}: sizes off a multiple of 8 cost less than {NOTICEABLE:.0%} at {n}"
     return [Verdict(text, ratio, fmt)]
 
 
@@ -139,7 +153,11 @@ def _layouts(cells: Sequence[Cell]) -> list[Verdict]:
         for cell, base, ratio in compared
         if abs(ratio - 1) > _noise(cell, base)
     ]
-    text = f"layouts change the speed: {', '.join(found)}" if found else "layouts make no difference"
+    is_open = any(abs(ratio - 1) <= _noise(cell, base) and _is_noisy(cell, base) for cell, base, ratio in compared)
+    if found:
+        text = f"layouts change the speed: {', '.join(found)}{'; others ' + UNDECIDED if is_open else ''}"
+    else:
+        text = f"layouts: {UNDECIDED}" if is_open else f"layouts change the speed by less than {NOTICEABLE:.0%}"
     return [
         Verdict(f"{fmt}: {text}", max((ratio for *_, ratio in compared), key=lambda ratio: abs(math.log(ratio))), fmt)
     ]
@@ -154,6 +172,11 @@ def base_of(cell: Cell, cells: Sequence[Cell]) -> Cell:
 def ratio_of(cell: Cell, base: Cell) -> float | None:
     """Speed over the base's; None where one of the two was not measured."""
     return cell.gflops / base.gflops if cell.gflops and base.gflops else None
+
+
+def _is_noisy(*cells: Cell) -> bool:
+    """Whether the rounds spread by more than what would count as a difference."""
+    return _noise(*cells) > NOTICEABLE
 
 
 def _noise(*cells: Cell) -> float:

@@ -72,6 +72,8 @@ class Task:
             stepped after every optimizer step. None keeps the learning rate as it is.
         clip_norm: the largest norm of all gradients together; longer ones are shortened to it. None does not clip.
         num_micro_batches: equal parts that the examples of a step are computed in; their gradients are summed.
+        keep_fp32: patterns of modules that stay in fp32, for `halfstep.cast_model`, where a regime has masters; one
+            without casts all that it can. Norms with running statistics stay anyway.
         more_regimes: names of those that it shows beside the usual ones.
         same_relative: a metric up to this share above fp32's still matches it.
         same_absolute: and so does one up to this much above it, in the metric's own unit.
@@ -97,6 +99,7 @@ class Task:
     build_scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None
     clip_norm: float | None = None
     num_micro_batches: int = 1
+    keep_fp32: tuple[str, ...] = ()
     more_regimes: tuple[str, ...] = ()
 
     def num_epochs(self, *, is_quick: bool) -> int:
@@ -109,7 +112,7 @@ class Task:
 
 
 def as_plain(task: Task) -> dict[str, Any]:
-    """The numbers of a task that a reader of the JSON needs to judge its rows."""
+    """What a reader of the JSON needs to know of a task to judge its rows."""
     keys = (
         "metric_name",
         "batch_size",
@@ -119,5 +122,6 @@ def as_plain(task: Task) -> dict[str, Any]:
         "same_relative",
         "same_absolute",
         "clip_norm",
+        "keep_fp32",
     )
     return {key: getattr(task, key) for key in keys}

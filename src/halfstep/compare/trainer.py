@@ -122,7 +122,8 @@ class Trainer:
         self.model = self.task.build_model().to(self.device)
         self._full_weights = [p.detach().clone() for p in self.model.parameters()] if self.has_masters else []
         if self.regime.has_half_weights:
-            cast_model(self.model, self.regime.policy)
+            kept = self.task.keep_fp32 if self.has_masters else ()
+            cast_model(self.model, self.regime.policy, keep_fp32=kept)
         self.data = self.task.build_data().to(self.device)
         self.precision = Precision(self.regime, self.device)
         self._loop = self._stepper_loop() if self.regime.mistake is None else self._mistaken_loop(self.regime.mistake)

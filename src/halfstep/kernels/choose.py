@@ -1,6 +1,7 @@
 """Which executor runs a pass over parameters, and why.
 
-An executor changes the speed and not one bit of the result, so the choice can be made for every pass anew.
+An executor changes the speed and no bit of a number, so the choice can be made for every pass anew. (The bits inside a
+NaN may differ.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FEWEST = 2**20  # elements: below, importing numba and loading its loops (about 
 
 @dataclass(frozen=True)
 class Executor:
-    """A module that has ``widen`` and ``round_into``, and why it is this one."""
+    """A module that has ``widen``, ``add`` and ``round_into``, and why it is this one."""
 
     name: str
     reason: str
@@ -49,8 +50,8 @@ def choose(device: torch.device, num_elements: int) -> Executor:
         return _torch(f"compiled loops run on the CPU, and these parameters are on {device.type}")
     if num_elements < FEWEST:
         return _torch(f"{num_elements} elements are too few to load compiled loops for (fewer than {FEWEST})")
-    if not _has_numba():
-        return _torch("numba is not installed (pip install 'halfstep[cpu]')")
+    if (why_not := _missing_numba()) is not None:
+        return _torch(why_not)
     return Executor("numba", "numba: one compiled pass over many tensors of the CPU")
 
 
@@ -62,5 +63,14 @@ TORCH = _torch("it runs everywhere")
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def _missing_numba() -> str | None:
+    """Why compiled loops cannot run here; None if they can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install 'halfstep[cpu]')"
+    try:
+        importlib.import_module("halfstep.kernels.numba_.casts")
+        if importlib.import_module("numba").config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT is set"
+    except Exception as error:  # numba refuses some versions of NumPy and Python, in words of its own
+        return f"numba does not run here: {type(error).__name__}: {error}"
+    return None

@@ -38,8 +38,11 @@ def add_to_fp32_sums(parameters: Iterable[Tensor], executor: Executor = TORCH) -
         if summed is None:
             parameter.fp32_grad = gradient.detach().float()  # type: ignore[attr-defined]
         else:
-            sums.append(summed)
-            gradients.append(gradient.detach())
+            if summed.is_sparse and not gradient.is_sparse:
+                parameter.fp32_grad = gradient.detach().float().add_(summed)  # type: ignore[attr-defined]
+            else:
+                sums.append(summed)
+                gradients.append(gradient.detach())
         parameter.grad = None
     if sums:
         executor.module.add(sums, gradients)
@@ -48,5 +51,10 @@ def add_to_fp32_sums(parameters: Iterable[Tensor], executor: Executor = TORCH) -
 def drop_gradient(parameter: Tensor) -> None:
     """Free both."""
     parameter.grad = None
+    drop_sum(parameter)
+
+
+def drop_sum(parameter: Tensor) -> None:
+    """Free the sum."""
     if getattr(parameter, "fp32_grad", None) is not None:
         del parameter.fp32_grad  # type: ignore[attr-defined]

@@ -53,6 +53,9 @@ def lion(weight: "V", gradient: "V", first: "V", numbers: "V", sign: "V") -> "V"
     return weight, first
 
 
+_SMALLEST_EPS = 2.0**-126  # fp32's smallest normal: 0/0 would be NaN for a weight that never had a gradient
+
+
 def adam_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     """For Adam (decay in the gradient) and AdamW (decay of the weight); ``step`` counts from 1."""
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
@@ -65,7 +68,7 @@ def adam_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         1.0 - beta2,
         lr / (1.0 - beta1**step),
         1.0 / math.sqrt(1.0 - beta2**step),
-        group["eps"],
+        max(group["eps"], _SMALLEST_EPS),
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from halfstep.formats import FP32
 from halfstep.kernels.storage import Master, Moment
+
+GRADIENT_CAP = 2.0**63  # beyond it gradients are cut: the square is finite, and so is a mean of such squares
+_LARGEST = FP32.largest
 
 
 @dataclass(eq=False)
@@ -30,6 +33,8 @@ class Kept:
 @dataclass(eq=False)
 class Slot:
     """One parameter in one step; all its tensors are contiguous and on one device.
+
+    The gradient is finite, or the step is told by ``found_inf`` that it is not.
 
     Args:
         weight: fp32, bf16 or fp16; written.
@@ -53,15 +58,22 @@ class Slot:
     key: int = 0
     index: int = 0
 
+    def __post_init__(self) -> None:
+        # Compiled loops pair elements by address: another order or size would be wrong in silence, or worse.
+        for tensor in (self.weight, self.gradient, self.rest, *(moment.values for moment in self.moments)):
+            assert tensor is None or (tensor.shape == self.weight.shape and tensor.is_contiguous())
+            assert tensor is None or tensor.device == self.weight.device
+        assert self.row == 0 or self.weight.dim() > 1, "groups lie in the rows of a matrix"
+
     @property
     def constants(self) -> tuple[float, ...]:
         """Multiplier and numbers as fp32 has them: rounded once, and finite (``inf`` times 0 would be NaN)."""
-        finite = [min(max(number, -FP32.largest), FP32.largest) for number in (self.multiplier, *self.numbers)]
-        return tuple(torch.tensor(finite, dtype=torch.float32).tolist())
+        finite = [min(max(number, -_LARGEST), _LARGEST) for number in (self.multiplier, *self.numbers)]
+        return struct.unpack(f"{len(finite)}f", struct.pack(f"{len(finite)}f", *finite))
 
     @property
     def row(self) -> int:
         """Elements in a row of dimension 0 if a moment is kept in groups, else 0."""
         if all(moment.kind != Moment.INT8 for moment in self.moments):
             return 0
-        return self.weight.numel() // self.weight.shape[0]
+        return self.weight.numel() // max(1, len(self.weight)) if self.weight.dim() else 0

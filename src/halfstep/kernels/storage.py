@@ -25,6 +25,7 @@ section 3 (the residual in units of the last place, companding).
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -51,8 +52,12 @@ class Moment(IntEnum):
     INT8 = 3
 
 
+_Word = TypeVar("_Word", int, Tensor)
 BF16_BOUND = 0x7F7F8000  # magnitudes from here on would round to bf16's infinity
 _LARGEST_SPLIT = BF16_BOUND - 1
+_NAN = 0x7FC00000  # whose upper half is a NaN too
+_LARGEST_SCALE = 0xFEFF  # of the 16 bits of a scale; the next one is infinity
+_STILL = 2.0**-12  # of a code: so near to one, a value is what that code was decoded to, and stays
 
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
@@ -66,27 +71,19 @@ def random_key(seed: int, step: int, tensor: int) -> int:
     return key
 
 
-def _mixed(word: int) -> int:
-    word ^= word >> 16
-    word = word * 0x7FEB352D & 0xFFFFFFFF
-    word ^= word >> 15
-    word = word * 0x846CA68B & 0xFFFFFFFF
-    return word ^ word >> 16
-
-
-def random_bits(key: int, first: int, number: int, device: torch.device) -> Tensor:
-    """32 random bits for each of ``number`` elements from the ``first`` on, as int64: a function of key and index.
-
-    The mixer is the two-round multiply-xorshift hash of C. Wellons (*hash-prospector*, 2018), of which every output
-    bit depends on every input bit with a bias of about 2e-6.
-    """
-    word = torch.arange(first, first + number, device=device)
-    word = (word * 0x9E3779B1 ^ key) & 0xFFFFFFFF
+def _mixed(word: _Word) -> _Word:
+    """The two-round multiply-xorshift mixer "lowbias32" of C. Wellons (*hash-prospector*, 2018)."""
     word = word ^ word >> 16
     word = word * 0x7FEB352D & 0xFFFFFFFF
     word = word ^ word >> 15
     word = word * 0x846CA68B & 0xFFFFFFFF
     return word ^ word >> 16
+
+
+def random_bits(key: int, first: int, number: int, device: torch.device) -> Tensor:
+    """32 random bits for each of ``number`` elements from the ``first`` on, as int64: a function of key and index."""
+    index = torch.arange(first, first + number, device=device)
+    return _mixed((index * 0x9E3779B1 ^ key) & 0xFFFFFFFF)
 
 
 # ---- masters --------------------------------------------------------------------------------------------------------
@@ -115,7 +112,7 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     master = _saturated(master, dtype)
     if dtype == torch.float16:
         return _split_fp16(master, 2.0**15, torch.int16)
-    bits = _bits(master)
+    bits = torch.where(master.isnan(), _NAN, _bits(master))
     high = bits + 0x8000 >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
@@ -138,7 +135,7 @@ def split8(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return _split_fp16(master, 2.0**7, torch.int8)
     bits = _bits(master)
     magnitude = (bits & 0x7FFFFFFF).clamp(max=_LARGEST_SPLIT - 0x80)  # so that neither rounding reaches infinity
-    bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, bits, magnitude | bits & 0x80000000)
+    bits = torch.where(bits & 0x7FFFFFFF > 0x7F800000, _NAN, magnitude | bits & 0x80000000)
     upper = bits + 0x80 >> 8  # rounded once to 24 bits, which then split exactly
     high = upper + 0x80 >> 8
     return high.to(torch.int16).view(torch.bfloat16), (upper - (high << 8)).to(torch.int8)
@@ -192,15 +189,15 @@ def _next_below(positive: Tensor) -> Tensor:
 GROUP = 32  # elements that share a scale: 2 bytes of scale on 32 of codes
 
 
-def encode_scale(largest: Tensor) -> Tensor:
-    """A positive fp32 number in 16 bits, int16: its pattern without the sign, rounded to 8 bits of mantissa.
+def encode_scale(largest: Tensor, *, up: bool = False) -> Tensor:
+    """A positive fp32 number in 16 bits, int16: its pattern without the sign, with 8 bits of mantissa.
 
         | exponent 8 | mantissa 8 |
 
-    fp16 would lose the gradients below 6e-5, and bf16 a bit: with 8, the largest of a group keeps the largest code, so
-    that what was decoded encodes to the same codes again.
+    Rounded to nearest, or ``up`` to a number that is not smaller. fp16 would lose the gradients below 6e-5, and bf16 a
+    bit: with 8, the largest of a group keeps the largest code, and what was decoded encodes to the same codes again.
     """
-    return (_bits(largest) + 0x4000 >> 15).to(torch.int16)
+    return (_bits(largest) + (0x7FFF if up else 0x4000) >> 15).clamp(max=_LARGEST_SCALE).to(torch.int16)
 
 
 def decode_scale(scale: Tensor) -> Tensor:
@@ -228,15 +225,29 @@ def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
     return code / (254.0 - code.abs()) * decode_scale(scale).unsqueeze(-1)
 
 
-def encode_second(values: Tensor) -> tuple[Tensor, Tensor]:
+def encode_second(values: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The second moment in uint8: the square root, divided by the largest of its group.
+
+    Args:
+        values: fp32, not negative, ``[..., GROUP]``.
+        bits: int64 in [0, 2**16), random, of the same shape: a code is rounded up or down by chance, so that its mean
+            is the root. beta2 = 0.999 takes 5e-4 off a root, an eighth of a code at most: rounded to nearest, it would
+            stay where it is for ever, and only grow. None: to nearest.
 
     What is not 0 never becomes 0, as long as fp32 holds the square of a 255th of the largest root.
     """
     root = rounded_sqrt(values)
-    scale = encode_scale(root.amax(-1))
-    code = (_shares(root, scale) * 255.0).round()
+    scale = encode_scale(root.amax(-1), up=bits is not None)
+    code = _shares(root, scale) * 255.0
+    code = code.round() if bits is None else _by_chance(code, bits)
     return torch.where(root > 0, code.clamp(min=1), code).to(torch.uint8), scale
+
+
+def _by_chance(code: Tensor, bits: Tensor) -> Tensor:
+    lower = (code + _STILL).floor()
+    above = code - lower
+    above = torch.where(above < _STILL, torch.zeros_like(above), above)
+    return lower + ((above * 2.0**16).floor() > bits)
 
 
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:

@@ -14,10 +14,9 @@ from halfstep._compat import rounded_sqrt
 from halfstep.kernels import storage
 from halfstep.kernels.rounding import rounded
 from halfstep.kernels.rules import ADAM, LION, Rule
-from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.slots import GRADIENT_CAP, Kept, Slot
 from halfstep.kernels.storage import GROUP, Master, Moment
 
-GRADIENT_CAP = 2.0**63  # its square is finite, and so is a mean of such squares
 _LARGEST = torch.finfo(torch.float32).max
 _EXTRA: dict[str, tuple[Callable[..., Tensor], ...]] = {
     ADAM.name: (rounded_sqrt, torch.div),
@@ -36,13 +35,13 @@ def step(rule: Rule, slots: Sequence[Slot], found_inf: Tensor | None = None) -> 
     Returns:
         How many weights were saturated, 0-dim int64; None without slots.
     """
-    counts = [_step(rule, slot, found_inf) for slot in slots]
-    return torch.stack(counts).sum() if counts else None
+    counts = [_step(rule, slot, found_inf) for slot in slots if slot.weight.numel()]
+    return torch.stack(counts).sum() if counts else None  # nothing to step
 
 
 def _step(rule: Rule, slot: Slot, found_inf: Tensor | None) -> Tensor:
     bits = None
-    if slot.master == Master.STOCHASTIC or any(moment.kind == Moment.BF16 for moment in slot.moments):
+    if slot.master == Master.STOCHASTIC or any(moment.kind != Moment.FP32 for moment in slot.moments):
         bits = storage.random_bits(slot.key, slot.index, slot.weight.numel(), slot.weight.device)
         bits = bits.view(slot.weight.shape)
     multiplier, *numbers = slot.constants
@@ -61,11 +60,11 @@ def _step(rule: Rule, slot: Slot, found_inf: Tensor | None) -> Tensor:
 
 
 def _is_saturated(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the largest number of the weight's dtype is not the nearest, but only the last."""
+    """Where a value is beyond what its dtype can hold, or in bf16 would round to more."""
     if dtype == torch.float16:
         return master.abs() > torch.finfo(dtype).max
     if dtype == torch.bfloat16:
-        return (master.contiguous().view(torch.int32) & 0x7FFFFFFF) >= storage.BF16_BOUND
+        return ((master.contiguous().view(torch.int32) & 0x7FFFFFFF) >= storage.BF16_BOUND) & ~master.isnan()
     return master.isinf()
 
 
@@ -113,7 +112,11 @@ def _written_moment(moment: Kept, which: int, value: Tensor, bits: Tensor | None
     if moment.scales is None:
         return [(moment.values, value)]
     groups, length = _grouped(value)
-    codes, scales = (storage.encode_first, storage.encode_second)[which](groups)
+    if which:
+        assert bits is not None
+        codes, scales = storage.encode_second(groups, _grouped(bits >> 16)[0])
+    else:
+        codes, scales = storage.encode_first(groups)
     codes = codes.view(torch.int8).flatten(1)[:, :length].reshape(value.shape)
     return [(moment.values, codes), (moment.scales, scales)]
 

@@ -81,13 +81,13 @@ def attention(
     q, k, v = (t.reshape(missing + t.shape) for t in (query, key, value))
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
     result = F.scaled_dot_product_attention(q, k, v, **options)
-    if _may_hide_nan(result, q, k):
+    if _may_hide_nan(result, q, k, scale):
         with sdpa_kernel(SDPBackend.MATH):
             result = F.scaled_dot_product_attention(q, k, v, **options)
     return result.reshape(result.shape[len(missing) :])
 
 
-def _may_hide_nan(result: Tensor, query: Tensor, key: Tensor) -> bool:
+def _may_hide_nan(result: Tensor, query: Tensor, key: Tensor, scale: float | None) -> bool:
     """Whether a row of zeros may stand for scores that are all NaN; one column is read, the inputs only if it has 0."""
     if not is_host(result.device) or not result.numel():
         return False
@@ -95,7 +95,8 @@ def _may_hide_nan(result: Tensor, query: Tensor, key: Tensor) -> bool:
         return False
     sizes = [max(map(abs, torch.stack(torch.aminmax(t.detach())).tolist())) for t in (query, key) if t.numel()]
     # aminmax is NaN where an element is, and NaN is below nothing.
-    return not math.prod(sizes) * query.shape[-1] < FP32.largest
+    factor = 1.0 if scale is None else abs(scale)  # NaN is below nothing
+    return not math.prod(sizes) * query.shape[-1] * max(1.0, factor) < FP32.largest or math.isnan(factor)
 
 
 def _scores_dtype(query: Tensor) -> torch.dtype:

@@ -122,7 +122,8 @@ def _wanted(ctx: Any) -> list[int]:
 
 def _differentiable(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """The gradient as ordinary operations on the saved tensors, for a second backward."""
-    wanted, tensors = _wanted(ctx), ctx.saved_tensors[: ctx.num]
+    saved = ctx.saved_tensors  # asked once: checkpointing runs the forward pass again for each
+    wanted, tensors = _wanted(ctx), saved[: ctx.num]
     result = ctx.function(*(widened(t) for t in tensors)).to(ctx.dtype)
     if result.shape != gradient.shape:  # a reduction: every piece is a reduction of its own
         pieces = list(pieces_of(*tensors[: ctx.num_cut]))
@@ -136,7 +137,8 @@ def _differentiable(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
 
 
 def _by_pieces(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
-    wanted, tensors, results = _wanted(ctx), ctx.saved_tensors[: ctx.num], ctx.saved_tensors[ctx.num :]
+    saved = ctx.saved_tensors  # asked once: checkpointing runs the forward pass again for each
+    wanted, tensors, results = _wanted(ctx), saved[: ctx.num], saved[ctx.num :]
     found: list[Tensor | None] = [None] * len(tensors)
     begin = 0
     pieces = list(pieces_of(*tensors[: ctx.num_cut]))

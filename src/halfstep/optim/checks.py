@@ -69,6 +69,12 @@ def check_unchanged(p: Tensor, dtype: torch.dtype, device: torch.device) -> None
         raise refusals.changed_after_wrapping(p, f"{dtype} on {device}", f"{p.dtype} on {p.device}")
 
 
+def check_shape(p: Tensor, master: Tensor) -> None:
+    """Refuse a parameter that has grown or shrunk: its master and moments have not."""
+    if p.shape != master.shape:
+        raise refusals.changed_after_wrapping(p, f"of shape {list(master.shape)}", f"of shape {list(p.shape)}")
+
+
 def narrowed_text(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> str:
     """Moments that were 16-bit before they came here."""
     return (

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
-from halfstep.kernels.gradients import gradient_of
+from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.optim import checks, initial_state, master_state, refusals
 from halfstep.optim.step_parts import Member, Part, parts_of, plain_step, write
 
@@ -92,11 +92,15 @@ class MasterWeights(torch.optim.Optimizer):
         super().__init__(groups, optimizer.defaults)
         self._is_wrapping = False
         self._take_in(cast_dtype)
-        _wrapped.add(optimizer)
+        self._guard()
+
+    def _guard(self) -> None:
+        _wrapped.add(self.inner)
+        self._guards = self.inner.register_step_pre_hook(_OnlyByWrapper(self))
 
     def _begin(self) -> None:
         self._counts: dict[str, list[Tensor]] = {"saturated": [], "adopted": []}
-        self._is_taken_off = self._is_wrapping = False
+        self._is_taken_off = self._is_wrapping = self._is_stepping_inner = False
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -125,6 +129,8 @@ class MasterWeights(torch.optim.Optimizer):
     def _take_in(self, cast_dtype: torch.dtype | None = None) -> list[tuple[int, Member]]:
         """The trainable parameters and their groups; those that are new, or were frozen until now, are made members."""
         found, narrowed = [], set[str]()
+        if len(self.param_groups) != len(self.inner.param_groups):
+            raise refusals.groups_of_inner(len(self.param_groups), len(self.inner.param_groups))
         for index, (group, inner_group) in enumerate(zip(self.param_groups, self.inner.param_groups, strict=True)):
             for place, p in enumerate(group["params"]):
                 member = self._members.get(p)
@@ -137,6 +143,7 @@ class MasterWeights(torch.optim.Optimizer):
                     initial_state.create(self.inner, group, member.stepped)
                 checks.check_unchanged(p, member.dtype, member.device)
                 if member.master is not None:
+                    checks.check_shape(p, member.master)
                     inner_group["params"][place] = member.master
                 found.append((index, member))
         if narrowed:
@@ -165,6 +172,13 @@ class MasterWeights(torch.optim.Optimizer):
         """The one place that knows where the gradient of a 16-bit parameter is: any floating dtype, scaled or not."""
         return gradient_of(parameter)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; fp32 sums of gradients (``p.fp32_grad``) are dropped too."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                drop_sum(p)
+
     # -- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -181,6 +195,8 @@ class MasterWeights(torch.optim.Optimizer):
             CallOrderError: a parameter has changed its dtype or device since it was wrapped, or a closure is missing.
         """
         self._check_in_use("step()")
+        if getattr(self.inner.step, "_wrapped_by_lr_sched", False):
+            raise refusals.scheduler_of_inner(self.inner)
         if closure is None and _needs_closure(self.inner):
             raise refusals.needs_closure(self.inner)
         loss = None
@@ -203,7 +219,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _steps_in_parts(self) -> bool:
         """Whether the inner optimizer can be called for a few parameters at a time, without anyone noticing."""
-        hooks = (*self.inner._optimizer_step_pre_hooks, *self.inner._optimizer_step_post_hooks)
+        before = [h for h in self.inner._optimizer_step_pre_hooks.values() if not isinstance(h, _OnlyByWrapper)]
+        hooks = (*before, *self.inner._optimizer_step_post_hooks)
         return type(self.inner) in initial_state.PER_PARAMETER and not hooks and "step" not in self.inner.__dict__
 
     def _skips_in_kernel(self) -> bool:
@@ -239,8 +256,10 @@ class MasterWeights(torch.optim.Optimizer):
         try:
             if self._skips_in_kernel():
                 self.inner.grad_scale, self.inner.found_inf = divisor, _flag(found_inf)  # type: ignore[attr-defined]
+            self._is_stepping_inner = True
             result = plain_step(self.inner, part.groups(self.inner)) if in_parts else self.inner.step()
         finally:
+            self._is_stepping_inner = False
             part.drop_widened_gradients()
             if self._skips_in_kernel():
                 del self.inner.grad_scale, self.inner.found_inf  # type: ignore[attr-defined]
@@ -270,8 +289,10 @@ class MasterWeights(torch.optim.Optimizer):
 
         halves = [member for _, member in members if member.master is not None]
         try:
+            self._is_stepping_inner = True
             result = self.inner.step(evaluate)
         finally:
+            self._is_stepping_inner = False
             for member in halves:
                 member.stepped.grad = None
             write_weights()
@@ -410,6 +431,7 @@ class MasterWeights(torch.optim.Optimizer):
             if state:
                 self.inner.state[p] = state
         _wrapped.discard(self.inner)
+        self._guards.remove()
         self._is_taken_off = True
         return self.inner
 
@@ -425,7 +447,21 @@ class MasterWeights(torch.optim.Optimizer):
         if self._is_fused:  # torch's optimizers forget it when they are copied
             self.inner._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if not is_taken_off:
-            _wrapped.add(self.inner)
+            self._guard()
+
+
+class _OnlyByWrapper:
+    """Hangs on the inner optimizer: stepped by anybody else, it would move masters that no weight follows."""
+
+    is_halfsteps = True
+
+    def __init__(self, wrapper: MasterWeights) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        wrapper = self._wrapper()
+        if wrapper is None or not wrapper._is_stepping_inner:
+            raise refusals.inner_stepped(optimizer)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -48,6 +48,36 @@ def scheduler_made_before(optimizer: object) -> ArgumentError:
     )
 
 
+def scheduler_of_inner(optimizer: object) -> CallOrderError:
+    """A scheduler was made from the inner optimizer."""
+    return CallOrderError(
+        asked="step() of a MasterWeights",
+        true=f"a learning rate scheduler was made from the {_named(optimizer)} inside it",
+        why="learning rates are MasterWeights': what the scheduler writes is written over",
+        fix="make the scheduler from the MasterWeights",
+    )
+
+
+def groups_of_inner(num_own: int, num_inner: int) -> CallOrderError:
+    """A group was added to the inner optimizer."""
+    return CallOrderError(
+        asked="a step of MasterWeights",
+        true=f"it has {num_own} parameter groups, and the optimizer inside it {num_inner}",
+        why="a group that was added there has no masters",
+        fix="add the group to the MasterWeights: optimizer.add_param_group(...)",
+    )
+
+
+def inner_stepped(optimizer: object) -> CallOrderError:
+    """The inner optimizer is stepped by itself."""
+    return CallOrderError(
+        asked=f"step() of a {_named(optimizer)} that was given to MasterWeights",
+        true="its parameters are fp32 masters, and MasterWeights rounds them into the model's weights",
+        why="stepped by itself it would have no gradients, and no weight would move",
+        fix=f"keep what MasterWeights returns and step that: optimizer = MasterWeights({_named(optimizer)}(...))",
+    )
+
+
 def differentiable(optimizer: object) -> UnsupportedError:
     """No graph through rounding."""
     return UnsupportedError(

@@ -35,7 +35,7 @@ class Member:
     master: nn.Parameter | None
     alias: Tensor | None = None
     version: int = -1
-    _place: tuple[int, int] | None = None
+    _place: tuple[int, int, torch.Size] | None = None
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.parameter.dtype, self.parameter.device
@@ -69,8 +69,8 @@ class Member:
         return {**self.__dict__, "alias": None, "version": -1}
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.shape
 
 
 @dataclass(eq=False)
@@ -160,8 +160,8 @@ def write(triples: Sequence[tuple[Member, Tensor, Tensor | None]], executor: Exe
     members, masters, scratch = zip(*triples, strict=True)
     weights = [member.parameter.detach() for member in members]
     counts: list[Tensor] = executor.module.round_into(weights, [master.detach() for master in masters], scratch)
-    if any(is_host(count.device) and count for count in counts):
-        # Hardly ever: an absurd step. One that went beyond fp32 must not stay infinite.
+    # An absurd step may have gone beyond fp32. The host knows that there was none; a device is not asked.
+    if any(not is_host(count.device) or count for count in counts):
         torch._foreach_clamp_min_([master.detach() for master in masters], -FP32.largest)
         torch._foreach_clamp_max_([master.detach() for master in masters], FP32.largest)
     for member in members:

@@ -274,6 +274,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not needs_widening(optimizer):
             return self._plain_step(optimizer, state, args, kwargs)
         record, stage = self._books.record(optimizer), state["stage"]
+        warn_without_masters(optimizer)  # before anything has moved: a warning may be an error
         with Widened(optimizer) as wide:
             try:
                 result = self._plain_step(optimizer, state, args, kwargs)
@@ -285,7 +286,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
                 wide.found_inf = record.found_inf
         for count in wide.num_saturated:
             self._saturated = moved(self._saturated, count.device) + count
-        warn_without_masters(optimizer)
         return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], args: Any, kwargs: Any) -> Any:

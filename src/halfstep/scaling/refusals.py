@@ -60,7 +60,7 @@ def fp16_gradients(optimizer: torch.optim.Optimizer) -> Fp16GradientError:
         asked="Attempting to unscale FP16 gradients.",
         true=f"{_called(optimizer)} has fp16 gradients, whose smallest value is 5.96e-8",
         why="unscaled in place, a gradient of 1e-8 becomes 0: what the scaling saved would be lost",
-        fix="leave unscale_() out: step() unscales in fp32; to clip, keep fp32 weights under autocast",
+        fix="leave unscale_() out: step() unscales in fp32; to clip, use halfstep.Stepper(clip_norm=...)",
     )
 
 

@@ -82,11 +82,15 @@ class SkipLog:
             warn(self._text(skipped[0].culprit, old_scale, new_scale), SkippedStepWarning)
 
     def _text(self, culprit: Culprit | None, old_scale: float, new_scale: float) -> str:
-        moved = f"the scale went from {old_scale:g} to {new_scale:g}" if new_scale != old_scale else "the scale stays"
+        if new_scale != old_scale:
+            moved = f"the scale went from {old_scale:g} to {new_scale:g}"
+            meaning = "With a dynamic scale a few skips are normal while the scale finds its level."
+        else:
+            moved = f"the scale stays at {old_scale:g}"
+            meaning = "No scale will move away from it: look at the loss, and at the layer that is named."
         return (
-            f"Step {self.steps} was skipped: {_bad_gradient(culprit)}; {moved}. With a dynamic scale a few skips are"
-            f" normal while the scale finds its level. Skips so far: {self.skipped_steps}; the next warning comes at"
-            " ten times as many."
+            f"Step {self.steps} was skipped: {_bad_gradient(culprit)}; {moved}. {meaning} Skips so far:"
+            f" {self.skipped_steps}; the next warning comes at ten times as many."
         )
 
     def _repeat(self, culprit: Culprit | None, scale: float) -> None:

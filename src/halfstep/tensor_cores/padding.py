@@ -58,14 +58,15 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``, of shape ``[..., out_features]``."""
-        if input.numel() < self.min_rows * self.in_features:
+        num_out, num_in = self.weight.shape  # not out_features: a weight that was tied afterwards may have other rows
+        if input.numel() < self.min_rows * num_in:
             return super().forward(input)
-        more_in, more_out = -self.in_features % self.multiple, -self.out_features % self.multiple
+        more_in, more_out = -num_in % self.multiple, -num_out % self.multiple
         if more_in:
             input = F.pad(input, (0, more_in))
         weight = F.pad(self.weight, (0, more_in, 0, more_out))
         bias = None if self.bias is None else F.pad(self.bias, (0, more_out))
-        return F.linear(input, weight, bias)[..., : self.out_features]
+        return F.linear(input, weight, bias)[..., :num_out]
 
     def extra_repr(self) -> str:
         """torch's, and what the product is padded to."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._compat import HostCopy, has_float64, is_host, moved
-from halfstep.errors import HalfstepWarning, warn
+from halfstep.errors import HalfstepWarning, PrecisionWarning, warn
 from halfstep.kernels.gradients import gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures
@@ -32,9 +32,9 @@ from halfstep.training.guards import BufferGuard
 from halfstep.training.judge import Judgement, judge
 from halfstep.training.outcome import Outcome
 from halfstep.training.settle import Numbers, Settler, WindowRecord
-from halfstep.training.setup import Optimizers, flat
+from halfstep.training.setup import Optimizers, bare_halves, flat, half_weights_text
 
-_lost: dict[int, str] = {}  # engines whose window is open, and what to say of it when the program ends
+_lost: dict[int, Window] = {}  # of engines whose window is open: to be mentioned when the program ends
 
 
 class Engine:
@@ -49,6 +49,7 @@ class Engine:
         self._idle, self._sums = IdleSteps(), Fp32Sums(model)
         self._is_replicated = isinstance(model, nn.parallel.DistributedDataParallel)
         self._parameters: list[Tensor] = []
+        self._dtypes = [p.dtype for p in flat(optimizers)[0]]
         self._group_ends: list[int] = []
         self._is_guarding = False
         self._is_stepping = False
@@ -63,6 +64,7 @@ class Engine:
 
     def begin(self) -> None:
         """A new window, empty."""
+        self._sums.stop()  # between windows gradients are the user's own
         self.window = Window(self.size)
         self._is_guarding = False
         _lost.pop(id(self), None)
@@ -102,17 +104,31 @@ class Engine:
         self._sums.finish(self._parameters)
         window.add(share, loss)
         window.saw(self._parameters)
-        of = f" of {window.size}" if window.size else ""
-        _lost[id(self)] = f"micro-batches so far: {window.num_micro_batches}{of}"
+        _lost[id(self)] = window
 
     def _open(self, device: torch.device) -> None:
         """The first loss of a window is here: note the scale, drop gradients that others left."""
         self._parameters, self._group_ends = flat(self.optimizers)
+        dtypes = [p.dtype for p in self._parameters]
+        if dtypes != self._dtypes:
+            before, self._dtypes = self._dtypes, dtypes
+            self._mention_casts(before)
         value = self.scale.value(device)
         self.window.scale = self.scale.get() if is_host(device) else value.clone()
         self.window.scale_changes = self.scale.num_changes
         gradients.drop(self._parameters)
         self._sums.watch(self._parameters, is_on=self.window.size != 1)
+
+    def _mention_casts(self, before: list[torch.dtype]) -> None:
+        """Parameters have other dtypes than a window ago: say so where 16-bit weights without masters came of it."""
+        if len(before) != len(self._dtypes):
+            return  # a group was added or removed
+        was = {id(p): dtype for p, dtype in zip(self._parameters, before, strict=True)}
+        halves = [p for p in bare_halves(self.optimizers) if was[id(p)] != p.dtype]
+        if halves:
+            names = self.settler.order.names_of(halves[:1], [])
+            text = half_weights_text([(names[0], halves[0].dtype), *(("", p.dtype) for p in halves[1:])])
+            warn(f"The model was cast after its Stepper was made. {text}", PrecisionWarning)
 
     def forget_forward(self) -> None:
         """The window is empty: what a forward pass without backward has left is not to be put back any more."""
@@ -304,16 +320,18 @@ class Engine:
 
 def mention_lost_windows() -> None:
     """At exit: a forgotten flush() has lost gradients."""
-    for text in _lost.values():
-        warn(f"The program ends, and {open_window_text(text)}", HalfstepWarning)
+    for window in _lost.values():
+        warn(f"The program ends, and {open_window_text(window)}", HalfstepWarning)
 
 
-def open_window_text(how_far: str) -> str:
+def open_window_text(window: Window) -> str:
     """What to say of a window that is open when it should not be."""
-    return (
-        f"a window is open: {how_far}. Their gradients have not been used. Call flush() at the end of each epoch: it"
-        " steps with their true mean."
-    )
+    of = f" of {window.size}" if window.size else ""
+    remedy = "Call flush() at the end of each epoch: it steps with their true mean."
+    if window.is_full:
+        remedy = "It is full: call step(), or discard() where they are of no use."
+    how_far = f"micro-batches so far: {window.num_micro_batches}{of}"
+    return f"a window is open: {how_far}. Their gradients have not been used. {remedy}"
 
 
 atexit.register(mention_lost_windows)

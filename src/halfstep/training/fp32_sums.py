@@ -47,6 +47,10 @@ class Fp32Sums:
                     _Hook(weakref.ref(self))
                 )
 
+    def stop(self) -> None:
+        """The window is over: gradients stay where autograd puts them."""
+        self._is_on = False
+
     def check_reduction(self, parameters: Iterable[Tensor]) -> None:
         """Refuse a micro-batch whose 16-bit gradients stay on their rank: moved into the sum, nobody reduces them."""
         model = self._replicated() if self._replicated is not None else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from halfstep.errors import ArgumentError, CallOrderError, StateError, UnsupportedError
+from halfstep.policy import Master, Policy
 
 
 def _count(number: int, noun: str) -> str:
@@ -80,6 +81,16 @@ def foreign_parameters(optimizer: torch.optim.Optimizer, num_foreign: int, num_a
         why="their buffers could not be guarded, and their gradients would have no name; often the model was copied or"
         " cast after the optimizer was made",
         fix="make the optimizer from this model's parameters(), or pass nn.ModuleList([model, other]) as the model",
+    )
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """The optimizer inside a MasterWeights, which holds masters and not the model's parameters."""
+    return ArgumentError(
+        asked=f"Stepper with {type(optimizer).__name__}",
+        true="it is the inner optimizer of a MasterWeights, and holds fp32 masters of the model's parameters",
+        why="the masters would be stepped with no gradient, and the model's weights would stay where they are",
+        fix="pass the MasterWeights that is around it",
     )
 
 
@@ -164,14 +175,20 @@ def policy_option(option: str, value: str, fix: str) -> UnsupportedError:
     )
 
 
-def weights_of_another_dtype(policy: object, dtype: torch.dtype, name: str, found: torch.dtype) -> ArgumentError:
+def weights_of_another_dtype(policy: Policy, dtype: torch.dtype, name: str, found: torch.dtype) -> ArgumentError:
     """The policy names a dtype for the weights that they do not have."""
     return ArgumentError(
         asked=f"Stepper under the policy {policy}",
         true=f"it wants {dtype} weights, and {name} is {found}",
         why="a stepper casts no weights: the run would be another one than the policy says",
-        fix=f"cast the model, .to({dtype}), before its optimizer is made, or use the policy that fits its weights",
+        fix=_remedy_for_dtype(policy, dtype),
     )
+
+
+def _remedy_for_dtype(policy: Policy, dtype: torch.dtype) -> str:
+    cast = f'halfstep.cast_model(model, "{policy}") before its optimizer is made'
+    wrap = f", or halfstep.MasterWeights(optimizer, dtype={dtype})" if policy.master is Master.FP32 else ""
+    return f"{cast}{wrap}, or use the policy that fits its weights"
 
 
 def no_masters(policy: object, optimizer: torch.optim.Optimizer) -> ArgumentError:

@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES, format_of
 from halfstep.hardware import probe
+from halfstep.optim import masters
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy import Master, Policy, Scaling
 from halfstep.scaling.adaptive import AdaptiveScale
@@ -41,6 +42,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
         if any(hasattr(p, "device_mesh") or getattr(p, "_is_flat_param", False) for p in parameters_of(one)):
             raise refusals.distributed_clipping()
         if parameters - own:
+            if one in masters._wrapped:
+                raise refusals.inner_optimizer(one)
             raise refusals.foreign_parameters(one, len(parameters - own), len(parameters))
         if len(parameters) < len(parameters_of(one)):
             raise refusals.listed_twice(one)
@@ -54,6 +57,7 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's step evaluates the loss itself, as LBFGS does."""
+    optimizer = getattr(optimizer, "inner", optimizer) if isinstance(optimizer, MasterWeights) else optimizer
     # The class's own step: schedulers and profilers wrap the bound one, keeping no signature.
     closure = python_inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is python_inspect.Parameter.empty
@@ -154,12 +158,6 @@ def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Pol
         _require_cast(parsed, optimizers, names)
     if parsed.master is Master.FP32:
         _require_masters(parsed, optimizers)
-    elif parsed.param_dtype not in HALF_DTYPES or isinstance(policy, Policy):  # parsing a name has warned already
-        bare = [p for o in optimizers if not isinstance(o, MasterWeights) for p in parameters_of(o)]
-        # Frozen ones (the base under adapters) lose nothing.
-        halves = [(names[id(p)], p.dtype) for p in bare if p.dtype in HALF_DTYPES and p.requires_grad]
-        if halves:
-            _warn_of_half_weights(halves)
     return parsed
 
 
@@ -178,29 +176,63 @@ def _require_masters(policy: Policy, optimizers: Optimizers) -> None:
             raise refusals.no_masters(policy, optimizer)
 
 
-def _warn_of_half_weights(halves: list[tuple[str, torch.dtype]]) -> None:
-    name, dtype = halves[0]
-    fmt = format_of(dtype)
-    warn(
-        f"{len(halves)} of the parameters are 16-bit, the first one {name} in {fmt}, and nothing keeps their full"
-        f" value: an update smaller than {fmt.epsilon / 4:.2g} to {fmt.epsilon / 2:.2g} of its weight rounds to"
-        " nothing. Keep fp32 weights under a mixed policy unless you mean it.",
-        PrecisionWarning,
-    )
-
-
 def scale_for(policy: Policy, given: Any) -> Scale:
     """The scale that was passed, else the one that the policy asks for."""
     if given is not None and not isinstance(given, Scale):
         raise not_a_scale(given)
-    scale = given if isinstance(given, Scale) else _scale_of(policy)
-    if policy.compute_dtype == torch.float16 and isinstance(scale, NoScale):
-        warn(
-            f"{policy} without loss scaling: gradients below 3e-8 become zero in fp16, and nobody is told. Leave scale"
-            " out for a dynamic one, or use bf16.",
-            PrecisionWarning,
-        )
-    return scale
+    return given if isinstance(given, Scale) else _scale_of(policy)
+
+
+def warn_of_losses(asked: Any, policy: Policy, scale: Scale, optimizers: Optimizers, model: nn.Module) -> None:
+    """Say what fp32 weights or a scale would keep: small updates of bare 16-bit weights, small fp16 gradients.
+
+    Args:
+        asked: the policy as it was passed: parsing a name has warned of missing masters already.
+        policy: the same, parsed.
+        scale: the one in use.
+        optimizers: whose trainable parameters are looked at; frozen ones (the base under adapters) lose nothing.
+        model: gives their names.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = [p for o in optimizers for p in parameters_of(o) if p.requires_grad]
+    fp16 = [names[id(p)] for p in trained if p.dtype == torch.float16]
+    # StaticScale(1.0) was asked for by its number: that is meant.
+    lost = _lost_gradients(policy, fp16) if isinstance(scale, NoScale) else ""
+    is_said = policy.param_dtype in HALF_DTYPES and not isinstance(asked, Policy)
+    halves = [] if is_said or policy.master is Master.FP32 else bare_halves(optimizers)
+    if halves:
+        lost = f"{half_weights_text([(names[id(p)], p.dtype) for p in halves])}{lost and f' And {lost}'}"
+    if lost:
+        warn(lost, PrecisionWarning)
+
+
+def bare_halves(optimizers: Optimizers) -> list[torch.Tensor]:
+    """The trainable 16-bit parameters that no masters stand behind."""
+    bare = [p for o in optimizers if not isinstance(o, MasterWeights) for p in parameters_of(o)]
+    return [p for p in bare if p.dtype in HALF_DTYPES and p.requires_grad]
+
+
+def half_weights_text(halves: list[tuple[str, torch.dtype]]) -> str:
+    """What bare 16-bit weights, given by name and dtype, lose."""
+    name, dtype = halves[0]
+    fmt = format_of(dtype)
+    return (
+        f"{len(halves)} of the parameters are 16-bit, the first one {name} in {fmt}, and nothing keeps their full"
+        f" value: an update smaller than {fmt.epsilon / 4:.2g} to {fmt.epsilon / 2:.2g} of its weight rounds to"
+        f" nothing. Keep fp32 weights under a mixed policy, or wrap the optimizer, halfstep.MasterWeights(optimizer),"
+        f' under policy="{fmt}-master".'
+    )
+
+
+def _lost_gradients(policy: Policy, fp16: list[str]) -> str:
+    """What fp16 loses without loss scaling; "" where there is no fp16."""
+    zeros = "gradients below 3e-8 become zero in fp16, and nobody is told."
+    if policy.compute_dtype == torch.float16:
+        return f"{policy} without loss scaling: {zeros} Leave scale out for a dynamic one, or use bf16."
+    if fp16:
+        remedy = 'Use policy="fp16-master" with halfstep.MasterWeights, or bf16 weights.'
+        return f"{policy} without loss scaling, and {fp16[0]} is fp16: {zeros} {remedy}"
+    return ""
 
 
 def _scale_of(policy: Policy) -> Scale:

@@ -110,6 +110,7 @@ class Stepper:
         self._policy = setup.checked_policy(policy, optimizers, model)
         average = setup.checked_ema(ema, model)
         used_scale = setup.scale_for(self._policy, scale)
+        setup.warn_of_losses(policy, self._policy, used_scale, optimizers, model)
         warns, on_skip = setup.checked_on_overflow(on_overflow)
         log = SkipLog(on_repeat, checked_count(repeat_after, "repeat_after"), warns=warns)
         schedulers = setup.checked_schedulers(scheduler, optimizers)
@@ -313,7 +314,8 @@ class Stepper:
     def unscale_(self) -> None:
         """Make the window's gradients the true mean, in place, to look at or to change them before ``step()``.
 
-        ``step()`` inspects and clips what it then finds.
+        ``step()`` inspects and clips what it then finds. Sums of 16-bit gradients over several micro-batches are in
+        ``p.fp32_grad``, where torch's clipping functions do not look: a warning says so.
 
         Raises:
             CallOrderError: there is no gradient, or they are unscaled already.
@@ -330,6 +332,12 @@ class Stepper:
             if any(gradient is not None and gradient.dtype == torch.float16 for gradient in found):
                 raise fp16_gradients(optimizer)
         self._engine.unscale_()
+        if any(getattr(p, "fp32_grad", None) is not None for o in self.optimizers for p in parameters_of(o)):
+            warn(
+                "unscale_(): the window's sums of 16-bit gradients are in p.fp32_grad, and p.grad is None:"
+                " torch.nn.utils.clip_grad_norm_ and the like see nothing there. To clip, use Stepper(clip_norm=...).",
+                HalfstepWarning,
+            )
 
     def take_gradients(self) -> dict[Tensor, Tensor]:
         """End the first of two passes (SAM): hand over the window's true gradients, and begin the window again.
@@ -546,9 +554,7 @@ class Stepper:
     def _mention_open_window(self) -> None:
         if self._window.num_micro_batches > 0 and not self._has_mentioned_window:
             self._has_mentioned_window = True
-            of = f" of {self.accumulate}" if self.accumulate else ""
-            text = open_window_text(f"micro-batches so far: {self._window.num_micro_batches}{of}")
-            warn(f"An evaluation begins, and {text}", HalfstepWarning)
+            warn(f"An evaluation begins, and {open_window_text(self._window)}", HalfstepWarning)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype, device_type = self.policy.autocast_dtype, self._engine.device.type

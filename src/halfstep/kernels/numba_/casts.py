@@ -36,7 +36,7 @@ from halfstep.kernels.numba_.bits import (
     pointer,
 )
 from halfstep.kernels.numba_.compiling import compiled
-from halfstep.kernels.numba_.loops import Table, share_out
+from halfstep.kernels.numba_.loops import Table, has_plain_memory, share_out
 
 _BLOCK = 2048  # elements whose largest magnitude is asked for: small enough to be in the first cache for a second pass
 _FEWEST_TO_ADD = 2**15  # elements: below, torch's one call is as fast
@@ -87,6 +87,11 @@ def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor], scratch: Se
     return counts + torch_.round_into(rest, [wide for _, wide in others], [None] * len(rest))
 
 
+def _is_paired(half: Tensor, wide: Tensor) -> bool:
+    """Whether the n-th numbers in memory belong together."""
+    return half.shape == wide.shape and half.stride() == wide.stride() and is_dense(half)
+
+
 _Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -97,7 +102,7 @@ def _sorted_out(halves: Sequence[Tensor], wides: Sequence[Tensor]) -> tuple[dict
     for pair in zip(halves, wides, strict=True):
         half, wide = pair
         is_served = half.dtype in served and wide.dtype == torch.float32
-        if is_served and half.stride() == wide.stride() and is_dense(half):
+        if is_served and has_plain_memory(half) and has_plain_memory(wide) and _is_paired(half, wide):
             served[half.dtype].append(pair)
         else:
             others.append(pair)

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,30 +34,33 @@ def cache_folder() -> Path:
 def _base_folder() -> Path:
     if numba.config.CACHE_DIR:
         return Path(numba.config.CACHE_DIR) / "halfstep"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "halfstep"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
+    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "halfstep"
+
+
+_lock = threading.Lock()  # numba's setting is one for the process
 
 
 @contextmanager
 def _kept_in(folder: Path) -> Iterator[None]:
     """numba asks for the folder when a function is decorated, and remembers the answer."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+    with _lock:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(folder)
+        try:
+            yield
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def compiled(decorator: Callable[..., Any], *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit`` or ``numba.cfunc`` with the options of all loops, kept on disk if there is a place for it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        with _kept_in(cache_folder()):
-            try:
+        try:
+            with _kept_in(cache_folder()):
                 return decorator(*arguments, cache=True, **OPTIONS)(function)
-            except (RuntimeError, OSError):  # no folder can be written
-                return decorator(*arguments, **OPTIONS)(function)
+        except (RuntimeError, OSError):  # there is no home, or no folder can be written
+            return decorator(*arguments, **OPTIONS)(function)
 
     return decorate

@@ -26,9 +26,12 @@ _Recipe = tuple[int, ...]  # dtypes of weight and gradient, kinds of master, fir
 
 def step(rule: Rule, slots: Sequence[Slot], found_inf: Tensor | None = None) -> Tensor | None:
     """As ``kernels/torch_step.py`` does it, for parameters on the CPU."""
-    if not slots or (found_inf is not None and found_inf.item() != 0):
-        return torch.zeros((), dtype=torch.int64) if slots else None
+    if not any(slot.weight.numel() for slot in slots):
+        return None
+    if found_inf is not None and found_inf.item() != 0:
+        return torch.zeros((), dtype=torch.int64)
     groups: dict[_Recipe, list[Slot]] = {}
+    slots = [slot for slot in slots if slot.weight.numel()]
     for slot in slots:
         groups.setdefault(_recipe(slot), []).append(slot)
     num_saturated = sum(_step(rule, recipe, group) for recipe, group in groups.items())

@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,16 @@ import torch
 from torch import Tensor
 
 FEWEST = 2**16  # elements worth a second thread: waking it takes as long as some 2**15 of them
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's numbers are where its address says, all of them: no subclass, no freed storage."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_neg():
+        return False
+    if tensor.device.type != "cpu" or tensor.is_inference():
+        return False
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= needed
 
 
 class Table:
@@ -46,8 +56,26 @@ def share_out(loop: Callable[..., Any], where: tuple[Any, ...], total: int, *arg
         return [loop(*where, 0, total, *arguments)]
     cuts = [total * number // num_threads for number in range(num_threads + 1)]
     first, *rest = itertools.pairwise(cuts)
-    others = [_threads_of(os.getpid()).submit(loop, *where, *part, *arguments) for part in rest]
-    return [loop(*where, *first, *arguments), *(other.result() for other in others)]
+    try:
+        others = [_threads_of(os.getpid()).submit(loop, *where, *part, *arguments) for part in rest]
+    except RuntimeError:  # the interpreter is shutting down: no thread begins any more
+        return [loop(*where, 0, total, *arguments)]
+    try:
+        return [loop(*where, *first, *arguments), *(other.result() for other in others)]
+    finally:
+        _wait(others)
+
+
+def _wait(others: Sequence[Future[Any]]) -> None:
+    """Even where interrupts strike: the memory behind the addresses must outlive the loops."""
+    interrupt: BaseException | None = None
+    while not all(other.done() for other in others):
+        try:
+            wait(others)
+        except BaseException as error:  # noqa: PERF203 - hardly ever
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from numba import carray, int8, int16, int32, uint8, uint16, uint32
 
+from halfstep.formats import FP16 as FP16_FORMAT
 from halfstep.kernels.numba_.bits import (
     INFINITY,
     MAGNITUDE,
@@ -33,11 +34,13 @@ FP32, BF16, FP16 = 0, 1, 2  # dtypes of weights and gradients; a loop knows inte
 MASTER_FP32, SPLIT, SPLIT8 = int(Master.FP32), int(Master.SPLIT), int(Master.SPLIT8)
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
-_FP16_LARGEST = np.float32(65504.0)
+_FP16_LARGEST = np.float32(FP16_FORMAT.largest)
 _BOUND, _LARGEST_SPLIT, _LARGEST_SPLIT8 = uint32(BF16_BOUND), uint32(BF16_BOUND - 1), uint32(BF16_BOUND - 0x81)
-_SIGN = uint32(0x80000000)
+_SIGN, _NAN = uint32(0x80000000), uint32(0x7FC00000)
 _U8, _U15, _U16 = uint32(8), uint32(15), uint32(16)
 _HALF8, _HALF15, _HALF16 = uint32(0x80), uint32(0x4000), uint32(0x8000)
+_ALMOST15, _LARGEST_SCALE = uint32(0x7FFF), uint32(0xFEFF)
+_STILL = np.float32(2.0**-12)
 _LOW16 = uint32(0xFFFF)
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _2P15, _2PM15, _2P7, _2PM7 = (np.float32(2.0**n) for n in (15, -15, 7, -7))
@@ -73,7 +76,9 @@ def write_fp32(address: V, at: V, buffer: V, n: V) -> int:
     for i in range(n):
         magnitude = uint32(bits_of(buffer[i]) & MAGNITUDE)
         num_saturated = uint32(num_saturated + uint32(magnitude == INFINITY))
-        wide[i] = min(max(buffer[i], -_LARGEST), _LARGEST)
+        value = buffer[i]
+        value = _LARGEST if value > _LARGEST else value  # in this way NaN stays
+        wide[i] = -_LARGEST if value < -_LARGEST else value
     return num_saturated
 
 
@@ -117,7 +122,7 @@ def read_master(dtype: V, storage: V, weight: V, rest: V, at: V, buffer: V, n: V
 
 @_jit
 def saturate(dtype: V, buffer: V, n: V) -> int:
-    """Make what the weight cannot hold its largest number; how many values that were. NaN does not occur here."""
+    """Make what the weight cannot hold its largest number; how many values that were. NaN stays."""
     num_saturated = 0
     if dtype == FP16:
         largest = _ZERO
@@ -125,8 +130,9 @@ def saturate(dtype: V, buffer: V, n: V) -> int:
             largest = max(largest, abs(buffer[i]))
         if largest > _FP16_LARGEST:
             for i in range(n):
-                num_saturated += int(abs(buffer[i]) > _FP16_LARGEST)
-                buffer[i] = min(max(buffer[i], -_FP16_LARGEST), _FP16_LARGEST)
+                if abs(buffer[i]) > _FP16_LARGEST:
+                    num_saturated += 1
+                    buffer[i] = _FP16_LARGEST if buffer[i] > 0 else -_FP16_LARGEST
     else:
         top = uint32(0)
         for i in range(n):
@@ -134,7 +140,10 @@ def saturate(dtype: V, buffer: V, n: V) -> int:
         if top >= _BOUND:
             for i in range(n):
                 bits = bits_of(buffer[i])
-                if uint32(bits & MAGNITUDE) >= _BOUND:
+                magnitude = uint32(bits & MAGNITUDE)
+                if magnitude > INFINITY:
+                    buffer[i] = float_of(_NAN)
+                elif magnitude >= _BOUND:
                     num_saturated += 1
                     buffer[i] = float_of(uint32((bits & _SIGN) | _LARGEST_SPLIT))
     return num_saturated
@@ -178,7 +187,8 @@ def write_split8(dtype: V, weight: V, rest: V, at: V, buffer: V, n: V) -> None:
     if dtype == BF16:
         for i in range(n):
             bits = bits_of(buffer[i])
-            magnitude = min(uint32(bits & MAGNITUDE), _LARGEST_SPLIT8)
+            magnitude = uint32(bits & MAGNITUDE)
+            magnitude = min(magnitude, _LARGEST_SPLIT8) if magnitude <= INFINITY else _NAN
             upper = uint32(uint32((uint32(bits & _SIGN) | magnitude) + _HALF8) >> _U8)
             high = uint32(uint32(upper + _HALF8) >> _U8)
             half[i] = uint16(high)
@@ -205,6 +215,15 @@ def random_bits(key: V, index: V) -> V:
 
 
 @_jit
+def _cut_to_bf16(bits: V, chance: V) -> V:
+    """The pattern of an fp32 number plus 16 random bits, cut; saturates, and NaN stays."""
+    magnitude = uint32(bits & MAGNITUDE)
+    held = min(uint32(magnitude + chance), uint32(0x7F7FFFFF))
+    held = held if magnitude <= INFINITY else _NAN
+    return uint16(uint32((uint32(bits & _SIGN) | held) >> _U16))
+
+
+@_jit
 def write_by_chance(dtype: V, weight: V, at: V, buffer: V, n: V, key: V, index: V) -> None:
     """Stochastic rounding of saturated values to bf16 or fp16, by the lower 16 random bits."""
     half = carray(pointer(weight + 2 * at), n, np.uint16)
@@ -212,8 +231,7 @@ def write_by_chance(dtype: V, weight: V, at: V, buffer: V, n: V, key: V, index: 
         for i in range(n):
             chance = uint32(random_bits(key, index + i) & _LOW16)
             bits = bits_of(buffer[i])
-            magnitude = min(uint32(uint32(bits & MAGNITUDE) + chance), uint32(0x7F7FFFFF))
-            half[i] = uint16(uint32((uint32(bits & _SIGN) | magnitude) >> _U16))
+            half[i] = _cut_to_bf16(bits, chance)
     else:
         for i in range(n):
             chance = np.float32(uint32(random_bits(key, index + i) & _LOW16))
@@ -241,8 +259,7 @@ def write_bf16_moment(address: V, at: V, buffer: V, n: V, key: V, index: V, whic
             chance = uint32(chance * uint32(0x9E3779B1))
         chance = uint32(chance >> _U16)
         bits = bits_of(buffer[i])
-        magnitude = min(uint32(uint32(bits & MAGNITUDE) + chance), uint32(0x7F7FFFFF))
-        half[i] = uint16(uint32((uint32(bits & _SIGN) | magnitude) >> _U16))
+        half[i] = _cut_to_bf16(bits, chance)
 
 
 @_jit
@@ -290,8 +307,8 @@ def read_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second: 
 
 
 @_jit
-def write_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second: V) -> None:
-    """The same, back: every group's scale, and its codes."""
+def write_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second: V, key: V, index: V) -> None:
+    """The same, back: every group's scale, and its codes; those of the second moment by chance."""
     code = carray(pointer(address + at), n, np.int8)
     start = 0
     scale = carray(pointer(scales + 2 * group_index(at, row)), n, np.uint16)
@@ -302,12 +319,13 @@ def write_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second:
     while start < n:
         length = group_length(at + start, row, at + n)
         codes, values = code[start : start + length], buffer[start : start + length]
-        bits = uint16(uint32(uint32(_largest_magnitude(values, length) + _HALF15) >> _U15))
+        offset = _ALMOST15 if is_second else _HALF15  # up, or to nearest
+        bits = uint16(min(uint32(uint32(_largest_magnitude(values, length) + offset) >> _U15), _LARGEST_SCALE))
         scale[group] = bits
         unit = scale_of(bits)
         unit = unit if unit > 0 else _ONE  # all are 0 then
         if is_second:
-            _encode_second(codes, values, unit, length)
+            _encode_second(codes, values, unit, length, key, index + start)
         else:
             _encode_first(codes, values, unit, length)
         start += length
@@ -348,8 +366,13 @@ def _encode_first(codes: V, values: V, unit: V, n: V) -> None:
 
 
 @_jit
-def _encode_second(codes: V, values: V, unit: V, n: V) -> None:
+def _encode_second(codes: V, values: V, unit: V, n: V, key: V, index: V) -> None:
     for i in range(n):
-        code = np.rint(min(values[i] / unit, _ONE) * _255)
+        chance = np.float32(uint32(random_bits(key, index + i) >> _U16))
+        code = min(values[i] / unit, _ONE) * _255
+        lower = np.floor(code + _STILL)
+        above = code - lower
+        above = _ZERO if above < _STILL else above
+        code = lower + np.float32(np.floor(above * _2P16) > chance)
         code = max(code, np.float32(values[i] > 0))
         codes[i] = int8(uint8(int32(code)))

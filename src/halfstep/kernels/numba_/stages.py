@@ -24,6 +24,7 @@ from halfstep.kernels import rules
 from halfstep.kernels.numba_ import memory as m
 from halfstep.kernels.numba_.bits import pointer
 from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.slots import GRADIENT_CAP
 from halfstep.kernels.storage import Master, Moment
 
 V = Any
@@ -34,7 +35,7 @@ SIGNATURE = types.int64(*[types.int64] * 6)
 WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES = range(7)
 ROW, INDEX, KEY = range(3)
 
-_CAP = np.float32(2.0**63)  # of a gradient: its square is finite, and so is a mean of such squares
+_CAP = np.float32(GRADIENT_CAP)
 _STOCHASTIC = int(Master.STOCHASTIC)
 _MOMENT_FP32, _MOMENT_BF16, _MOMENT_INT8 = int(Moment.FP32), int(Moment.BF16), int(Moment.INT8)
 _jit = numba.njit(nogil=True, error_model="numpy")
@@ -128,7 +129,9 @@ def _gradient(dtype: int) -> Callable[..., Any]:
         multiplier = carray(pointer(numbers), 1, np.float32)[0]
         m.read(dtype, _address(addresses, GRADIENT), at, g, n)
         for i in range(n):
-            g[i] = min(max(g[i] * multiplier, -_CAP), _CAP)
+            value = g[i] * multiplier
+            value = _CAP if value > _CAP else value  # in this way NaN stays
+            g[i] = -_CAP if value < -_CAP else value
         return 0
 
     return read_gradient
@@ -192,7 +195,8 @@ def _write_moment(storage: int, which: int) -> Callable[..., Any]:
             m.write_bf16_moment(address, at, buffer, n, key, index + at, which)
         elif storage == _MOMENT_INT8:
             scales = _address(addresses, FIRST_SCALES + which)
-            m.write_int8(address, scales, at, buffer, n, _address(facts, ROW), which == 1)
+            key, index = uint32(_address(facts, KEY)), _address(facts, INDEX)
+            m.write_int8(address, scales, at, buffer, n, _address(facts, ROW), which == 1, key, index + at)
         return 0
 
     return write_moment

@@ -1,0 +1,161 @@
+"""The rules against torch.optim, and Lion against its paper in fp64; what a step may not do to a moment."""
+
+import pytest
+import torch
+
+from halfstep.kernels import rules, storage, torch_step
+from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.storage import Master, Moment
+
+executor = pytest.importorskip("halfstep.kernels.numba_.executor")
+STEPS = [executor.step, torch_step.step]
+both = pytest.mark.parametrize("step", STEPS, ids=["numba", "torch"])
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AdamW, other betas": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "SGD, dampening": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    "SGD, nesterov": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}
+
+
+def rule_of(optimizer):
+    return rules.SGD if isinstance(optimizer, torch.optim.SGD) else rules.ADAM
+
+
+@both
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_200_steps_beside_torch(name, step):
+    """Torch multiplies and divides in another order: a unit or two in the last place of the largest weight."""
+    kind, options = OPTIMIZERS[name]
+    theirs = torch.nn.Parameter(torch.randn(20, 30))
+    optimizer = kind([theirs], **options)
+    rule, group = rule_of(optimizer), optimizer.param_groups[0]
+    moments = tuple(Kept(Moment.FP32, torch.zeros(20, 30)) for _ in rule.moments)
+    ours = Slot(theirs.detach().clone(), torch.zeros(20, 30), Master.NONE, None, moments, ())
+    for number in range(1, 201):
+        theirs.grad = torch.randn(20, 30)
+        ours.gradient, ours.numbers = theirs.grad.clone(), rule.numbers(group, number)
+        optimizer.step()
+        step(rule, [ours])
+    error = (ours.weight - theirs.detach()).abs().max() / theirs.detach().abs().max()
+    assert error < 4 * 2.0**-23
+
+
+@both
+def test_200_steps_of_lion_beside_the_paper(step):
+    """Algorithm 2, word for word, in fp64. A sign may differ where the direction is all but zero: none does here."""
+    lr, beta1, beta2, decay = 1e-2, 0.9, 0.99, 0.1
+    weight = torch.randn(20, 30).double()
+    memory = torch.zeros(20, 30).double()
+    ours = Slot(
+        weight.float(), torch.zeros(20, 30), Master.NONE, None, (Kept(Moment.FP32, torch.zeros(20, 30)),),
+        rules.lion_numbers({"lr": lr, "betas": (beta1, beta2), "weight_decay": decay}, 1),
+    )  # fmt: skip
+    for _ in range(200):
+        ours.gradient = torch.randn(20, 30)
+        gradient = ours.gradient.double()
+        direction = beta1 * memory + (1 - beta1) * gradient
+        weight = weight - lr * (direction.sign() + decay * weight)
+        memory = beta2 * memory + (1 - beta2) * gradient
+        step(rules.LION, [ours])
+    assert ((ours.weight - weight).abs().max() / weight.abs().max()) < 200 * 2.0**-23  # 200 roundings
+
+
+@both
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_a_weight_without_gradients_stays(eps, step):
+    group = {**torch.optim.AdamW([torch.zeros(1)], eps=1e-8).defaults, "decoupled_weight_decay": True, "eps": eps}
+    moments = tuple(Kept(Moment.FP32, torch.zeros(4)) for _ in range(2))
+    slot = Slot(torch.ones(4), torch.zeros(4), Master.NONE, None, moments, rules.adam_numbers(group, 1))
+    step(rules.ADAM, [slot])
+    assert torch.equal(slot.weight, torch.full((4,), 1 - 1e-3 * 1e-2))
+
+
+def second_after(step, kind, gradients):
+    """The second moment of 32 x 64 weights after these steps of Adam."""
+    group = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+    shape = (32, 64)
+    dtype = {Moment.FP32: torch.float32, Moment.BF16: torch.bfloat16, Moment.INT8: torch.int8}[kind]
+    moments = tuple(
+        Kept(
+            kind,
+            torch.zeros(shape, dtype=dtype),
+            torch.zeros(32, 2, dtype=torch.int16) if kind == Moment.INT8 else None,
+        )
+        for _ in range(2)
+    )
+    slot = Slot(torch.ones(shape), torch.zeros(shape), Master.NONE, None, moments, ())
+    for number, gradient in enumerate(gradients, 1):
+        slot.gradient, slot.numbers = gradient, rules.adam_numbers(group, number)
+        slot.key = storage.random_key(0, number, 0)
+        step(rules.ADAM, [slot])
+    return torch_step._read_moment(slot.moments[1], 1)
+
+
+@pytest.mark.parametrize("kind", [Moment.BF16, Moment.INT8])
+@pytest.mark.parametrize("drop", [1.0, 0.1])
+def test_second_moments_follow_gradients_that_shrink(kind, drop):
+    """beta2 = .999 takes 5e-4 off a root: an eighth of a code of int8, a seventh of bf16's last place."""
+    steps = [torch.randn(32, 64) * (1.0 if number < 1000 else drop) for number in range(4000)]
+    found, wanted = (second_after(executor.step, one, steps) for one in (kind, Moment.FP32))
+    assert 0.9 < (found.mean() / wanted.mean()).item() < 1.1
+
+
+@both
+def test_int8_of_empty_and_of_huge_moments(step):
+    for shape in ((0, 4), (3, 0)):
+        moments = tuple(
+            Kept(
+                Moment.INT8,
+                torch.zeros(shape, dtype=torch.int8),
+                torch.zeros(shape[0], -(-shape[1] // 32), dtype=torch.int16),
+            )
+            for _ in range(2)
+        )
+        assert (
+            step(rules.ADAM, [Slot(torch.zeros(shape), torch.zeros(shape), Master.NONE, None, moments, (0.0,) * 8)])
+            is None
+        )
+    huge = torch.full((1, 32), 3.4e38)
+    assert storage.decode_first(*storage.encode_first(huge)).isfinite().all()
+    assert storage.decode_second(*storage.encode_second(huge.clamp(max=2.0**126))).isfinite().all()  # the cap's square
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [(torch.float32, Master.NONE), *((d, m) for d in (torch.bfloat16, torch.float16) for m in Master)],
+)
+def test_nan_is_not_hidden(dtype, master):
+    """Who steps without having looked at the gradients gets what the gradients are."""
+
+    def stepped(step):
+        weight, rest = torch.ones(3, 4, dtype=dtype), None
+        if master == Master.FP32:
+            rest = weight.float()
+        elif master in (Master.SPLIT, Master.SPLIT8):
+            weight, rest = (storage.split if master == Master.SPLIT else storage.split8)(weight.float(), dtype)
+        moments = tuple(Kept(Moment.BF16, torch.zeros(3, 4, dtype=torch.bfloat16)) for _ in range(2))
+        group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+        gradient = torch.ones(3, 4, dtype=dtype)
+        gradient[1, 2] = torch.nan
+        slot = Slot(weight, gradient, master, rest, moments, rules.adam_numbers(group, 1))
+        count = int(step(rules.ADAM, [slot]))
+        return count, torch_step.read_master(slot), slot.weight, *(moment.values for moment in slot.moments)
+
+    for ours, wanted in zip(stepped(executor.step), stepped(torch_step.step), strict=True):
+        if isinstance(ours, int):
+            assert ours == wanted == 0
+        else:
+            assert ours[1, 2].isnan()
+            assert ours.isnan().sum() == 1
+            assert torch.equal(ours.nan_to_num(), wanted.nan_to_num())
+
+
+def test_a_layout_that_does_not_fit_is_noticed():
+    weight = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    with pytest.raises(AssertionError):
+        Slot(weight, torch.zeros(2, 3, 4, 4), Master.NONE, None, (), ())
