@@ -235,3 +235,29 @@ def test_refusals():
     assert model.embed.weight.dtype == FP32
     with pytest.raises(ArgumentError, match=r"a model is a torch\.nn\.Module"):
         cast_model(torch.ones(1), "bf16-master")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (torch.arange(4096.0), "moves whole numbers by up to"),
+        (torch.tensor([998.3897, 998.4, 998.5]), "of its spread"),
+        (torch.tensor([1e39, 1.0], dtype=torch.float64), "makes infinities"),
+    ],
+)
+def test_MP_58_inputs_that_a_cast_would_move_are_named(values, says):
+    class Model(nn.Linear):
+        def forward(self, x, timestep):
+            return super().forward(x)
+
+    model = Model(2, 1)
+    cast_model(model, "bf16-master")
+    with pytest.warns(PrecisionWarning, match=f"'timestep'.*{says}"):
+        model(torch.ones(1, 2), values)
+
+
+def test_MP_58_images_and_small_whole_numbers_are_cast_in_silence():
+    model = nn.Linear(2, 1)
+    cast_model(model, "bf16-master")
+    model(torch.rand(8, 2))
+    model(torch.tensor([[3.0, 200.0]]))

@@ -285,15 +285,24 @@ def _warn_of_loss(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.element_size() <= 2:
         return
     wide = tensor.detach().double() if tensor.device.type != "mps" else tensor.detach().float()
-    error = (wide - tensor.detach().to(dtype).to(wide.dtype)).square().mean().sqrt().item()
-    spread = (wide.amax() - wide.amin()).item()
-    if error > LARGEST_LOSS * spread and math.isfinite(spread):
+    moved = wide - tensor.detach().to(dtype).to(wide.dtype)
+    error, spread = moved.square().mean().sqrt().item(), (wide.amax() - wide.amin()).item()
+    if not math.isfinite(spread):
+        return
+    if not math.isfinite(error):
+        what = f"makes infinities of values that {format_of(dtype)} cannot hold"
+    elif error > LARGEST_LOSS * spread:
         share = f"{error / spread:.1%} of its spread" if spread else "all of its values are one"
-        warn(
-            f"Casting the input {name!r} to {format_of(dtype)} moves it by {error:.3g} (root mean square), {share}. A"
-            f' timestep, coordinate or position should stay fp32: keep_fp32_inputs=["{name}"].',
-            PrecisionWarning,
-        )
+        what = f"moves it by {error:.3g} (root mean square), {share}"
+    elif error and bool((wide == wide.round()).all()):  # timesteps and positions; images have no such values
+        what = f"moves whole numbers by up to {moved.abs().amax().item():g}"
+    else:
+        return
+    warn(
+        f"Casting the input {name!r} to {format_of(dtype)} {what}. A timestep, coordinate or position should stay fp32:"
+        f' keep_fp32_inputs=["{name}"].',
+        PrecisionWarning,
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
