@@ -33,4 +33,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis halfstep-compare
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis halfstep-compare halfstep-compare-quick
