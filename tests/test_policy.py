@@ -16,6 +16,7 @@ from halfstep import policy as policy_module
 from halfstep.errors import ArgumentError, CallOrderError, HalfstepError, PrecisionWarning, UnsupportedError
 from halfstep.hardware import Hardware
 from halfstep.policy import Master, Moments, Policy, Scaling
+from halfstep.tf32 import _Switches
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PRESETS = ["fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-master", "bf16-master", "fp16-true", "bf16-true"]
@@ -416,7 +417,7 @@ def test_tf32_needs_a_card_that_has_it_and_torchs_switch(monkeypatch):
         Policy.parse("tf32", hardware=V100)
     assert Policy.parse("tf32", hardware=H200) == policy
     monkeypatch.setattr(policy_module, "probe", lambda _: H200)
-    before = torch.get_float32_matmul_precision()
+    before = _Switches.read()  # a switch that follows another one must go on following it
     try:
         torch.set_float32_matmul_precision("highest")
         with pytest.raises(
@@ -426,7 +427,7 @@ def test_tf32_needs_a_card_that_has_it_and_torchs_switch(monkeypatch):
         torch.set_float32_matmul_precision("high")
         assert not policy.autocast("cuda")._enabled
     finally:
-        torch.set_float32_matmul_precision(before)
+        before.write()
 
 
 # --- casting inputs and outputs
