@@ -26,7 +26,7 @@ class Data:
         test_y: their targets.
         truth: the weights behind the targets, where they are known.
         source: one line on what was read and which version of it, where that depends on the machine; else empty.
-        source_facts: what the text ``source.library`` needs to say so in other languages; empty: ``source`` is all.
+        source_facts: what the text ``source.stdlib`` needs to say so in other languages; empty: ``source`` is all.
     """
 
     train_x: Tensor  # [examples, ...]

@@ -85,7 +85,7 @@ class Text:
     @property
     def source(self) -> str:
         """The same in one line of English."""
-        return words_in("en")("source.library", **self.facts)
+        return words_in("en")("source.stdlib", **self.facts)
 
 
 @lru_cache(maxsize=1)

@@ -42,7 +42,7 @@ class Words:
 
     def source(self, source: str, facts: Mapping[str, str]) -> str:
         """The sentence on what a task read: in this language where there are facts, else around the line given."""
-        return self("source", source=self("source.library", **facts) if facts else source)
+        return self("source", source=self("source.stdlib", **facts) if facts else source)
 
     def constant(self, metric_name: str) -> str:
         """What stands for having learned nothing, under a metric."""
