@@ -324,11 +324,11 @@ def test_MP_11_the_schedule_moves_on_applied_steps_only_and_reaches_the_masters(
 @every_optimizer
 @pytest.mark.parametrize("size", [1, 3, 4, None])
 def test_MP_20_every_window_is_the_true_mean_and_nothing_leaks(half_stepper, make_optimizer, size):
-    """Two epochs of seven micro-batches: short last windows too. Gradients are whole numbers, which 16 bits hold."""
+    """Two epochs of seven micro-batches: short last windows too. 16 bits hold each gradient, and not their sums."""
     model, plain = weights([1.0, -2.0]), nn.Parameter(torch.tensor([1.0, -2.0]))
     scale = halfstep.DynamicScale(2.0**8)  # 9 * 2**14 would not fit into fp16
     run, reference = half_stepper(model, make_optimizer, accumulate=size, scale=scale), make_optimizer([plain])
-    slopes = [torch.tensor([i + 1.0, 3.0 - 2 * i]) for i in range(7)]
+    slopes = [torch.tensor([i + 1.0 + 2.0**-7 * (i == 0), 129.0 - 2 * i]) for i in range(7)]
     for _ in range(2):
         outcomes = []
         for slope in slopes:

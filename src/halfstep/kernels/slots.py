@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfstep.formats import FP32
-from halfstep.kernels.storage import Master, Moment
+from halfstep.kernels.storage import GROUP, Master, Moment
 
 GRADIENT_CAP = 2.0**63  # beyond it gradients are cut: the square is finite, and so is a mean of such squares
 _LARGEST = FP32.largest
@@ -64,6 +64,9 @@ class Slot:
             assert tensor is None or (tensor.shape == self.weight.shape and tensor.is_contiguous())
             assert tensor is None or tensor.device == self.weight.device
         assert self.row == 0 or self.weight.dim() > 1, "groups lie in the rows of a matrix"
+        for moment in self.moments:
+            num_groups = len(self.weight) * -(-self.row // GROUP) if moment.scales is not None else 0
+            assert moment.scales is None or (moment.scales.numel() == num_groups and moment.scales.is_contiguous())
 
     @property
     def constants(self) -> tuple[float, ...]:

@@ -58,18 +58,14 @@ def widen(destinations: Sequence[Tensor], sources: Sequence[Tensor], divisor: Te
 
 def add(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """As ``kernels/torch_.py`` does it. A call for each tensor: a hook brings them one by one."""
-    large: _Pairs = []
-    others: _Pairs = []
-    for half, wide in zip(gradients, sums, strict=True):
-        is_large = half.layout == torch.strided and half.numel() >= _FEWEST_TO_ADD
-        (large if is_large else others).append((half, wide))
-    compiled_pairs, rest = _sorted_out([half for half, _ in large], [wide for _, wide in large])
+    compiled_pairs, others = _sorted_out(gradients, sums)
     for dtype, pairs in compiled_pairs.items():
-        adding = _adding(dtype == torch.bfloat16)
         for half, wide in pairs:
-            share_out(adding, (wide.data_ptr(), half.data_ptr()), wide.numel())
-        increment_version([wide for _, wide in pairs])
-    others += rest
+            if half.numel() < _FEWEST_TO_ADD:
+                others.append((half, wide))
+                continue
+            share_out(_adding(dtype == torch.bfloat16), (wide.data_ptr(), half.data_ptr()), wide.numel())
+            increment_version(wide)
     torch_.add([wide for _, wide in others], [half for half, _ in others])
 
 
@@ -115,12 +111,12 @@ def _widening(is_bf16: bool) -> Callable[..., Any]:
     @compiled(numba.njit)
     def widening(addresses: Any, sizes: Any, start: int, stop: int, divisor: Any) -> int:
         base = 0
-        for column in range(sizes.size):
-            low, high = max(start - base, 0), min(stop - base, sizes[column])
-            base += sizes[column]
+        for tensor in range(sizes.size):
+            low, high = max(start - base, 0), min(stop - base, sizes[tensor])
+            base += sizes[tensor]
             if low < high:
-                wide = carray(pointer(addresses[column, 0] + 4 * low), high - low, np.float32)
-                half = carray(pointer(addresses[column, 1] + 2 * low), high - low, np.uint16)
+                wide = carray(pointer(addresses[tensor, 0] + 4 * low), high - low, np.float32)
+                half = carray(pointer(addresses[tensor, 1] + 2 * low), high - low, np.uint16)
                 for i in range(wide.size):
                     value = bf16_to_float(half[i]) if is_bf16 else fp16_to_float(half[i])
                     wide[i] = value / divisor
@@ -147,13 +143,13 @@ def _rounding(is_bf16: bool) -> Callable[..., Any]:
     @compiled(numba.njit)
     def rounding(addresses: Any, sizes: Any, start: int, stop: int) -> int:
         base, num_saturated = 0, 0
-        for column in range(sizes.size):
-            low, high = max(start - base, 0), min(stop - base, sizes[column])
-            base += sizes[column]
+        for tensor in range(sizes.size):
+            low, high = max(start - base, 0), min(stop - base, sizes[tensor])
+            base += sizes[tensor]
             for first in range(low, high, _BLOCK):
                 length = min(_BLOCK, high - first)
-                half = carray(pointer(addresses[column, 0] + 2 * first), length, np.uint16)
-                wide = carray(pointer(addresses[column, 1] + 4 * first), length, np.float32)
+                half = carray(pointer(addresses[tensor, 0] + 2 * first), length, np.uint16)
+                wide = carray(pointer(addresses[tensor, 1] + 4 * first), length, np.float32)
                 num_saturated += _round_block_to_bf16(half, wide) if is_bf16 else _round_block_to_fp16(half, wide)
         return num_saturated
 

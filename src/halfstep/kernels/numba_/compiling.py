@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,11 @@ def compiled(decorator: Callable[..., Any], *arguments: Any) -> Callable[[Callab
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
-            with _kept_in(cache_folder()):
+            folder = cache_folder()
+            # Asked first: numba would turn to the folder of the source, where it finds code compiled from older files.
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            with _kept_in(folder):
                 return decorator(*arguments, cache=True, **OPTIONS)(function)
         except (RuntimeError, OSError):  # there is no home, or no folder can be written
             return decorator(*arguments, **OPTIONS)(function)

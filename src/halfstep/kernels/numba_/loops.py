@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FEWEST = 2**16  # elements worth a second thread: waking it takes as long as some 2**15 of them
+FEWEST = 2**16  # elements worth a second thread
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
