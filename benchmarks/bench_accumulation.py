@@ -22,11 +22,11 @@ import argparse
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from clock import timed
 from torch import Tensor, nn
 
 import halfstep
@@ -103,17 +103,6 @@ def make_sizes(total: int, num_tensors: int) -> list[int]:
         return [total]
     small = total // (num_tensors // 2 * 11)
     return [small * 10, small] * (num_tensors // 2)
-
-
-def timed(device: str, function: Callable[[], object]) -> float:
-    """Seconds of one call, the device's work included."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    start = time.perf_counter()
-    function()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 def measure(options: argparse.Namespace, candidates: Candidates) -> dict[str, list[float]]:

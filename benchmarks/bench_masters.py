@@ -16,10 +16,9 @@ import argparse
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from clock import timed
 from torch import nn
 
 import halfstep
@@ -62,21 +61,6 @@ class Candidates:
     def run(self, name: str) -> None:
         """What is timed."""
         (self.bare if name == "bare" else self.masters).step()
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device, so that a clock read means something."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
-
-
-def timed(device: str, function: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def main() -> None:

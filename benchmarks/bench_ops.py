@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from clock import synchronize
 from torch import Tensor
 
 from halfstep import ops
@@ -90,12 +91,6 @@ def timed(device: str, function: Callable[[Tensor], Tensor], x: Tensor) -> float
     y.backward(torch.ones_like(y))
     synchronize(device)
     return time.perf_counter() - start
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device, so that a clock read means something."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
 
 
 def main() -> None:

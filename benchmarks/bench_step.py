@@ -15,10 +15,9 @@ import argparse
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from clock import timed
 
 import halfstep
 
@@ -59,21 +58,6 @@ class Candidate:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device, so that a clock read means something."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
-
-
-def timed(device: str, function: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def main() -> None:

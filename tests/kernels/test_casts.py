@@ -1,6 +1,7 @@
 """The compiled passes give the bits of torch's, for every 16-bit pattern, every size, every layout."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -203,9 +204,13 @@ def test_compiled_code_is_kept_and_the_users_own_folder_is_left_alone(tmp_path, 
     assert function(3) == 6
     assert list((tmp_path / "kept").rglob("*.nbi"))
     assert before == numba.config.CACHE_DIR
+    beside = pathlib.Path(__file__).parent
+    found = set(beside.rglob("*.nbi"))
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path / "file" / "below")
     assert compiling.compiled(numba.njit)(_twice)(4) == 8
+    # Not beside the source either, where numba would find what was compiled from other versions of its helpers.
+    assert set(beside.rglob("*.nbi")) == found
 
 
 def _twice(x):
