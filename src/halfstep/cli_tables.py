@@ -71,10 +71,10 @@ def formats(rows: list[dict[str, Any]]) -> Any:
 
     limits = {"largest": "largest", "smallest normal": "smallest_normal", "smallest subnormal": "smallest_subnormal"}
     table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False)
-    table.add_column("format")
-    table.add_column("sign+exponent+mantissa")
+    table.add_column("format", no_wrap=True)
+    table.add_column("sign+exp+\nmantissa", no_wrap=True)
     for name in (*limits, "epsilon"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=11)
     for row in rows:
         bits = f"1+{row['exponent_bits']}+{row['mantissa_bits']}"
         numbers = (f"{row[key]:.6g}" for key in (*limits.values(), "epsilon"))
