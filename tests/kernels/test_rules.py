@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.kernels import rules, storage, torch_step
-from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.slots import Kept, Slot, Turn, finite
 from halfstep.kernels.storage import Master, Moment
 
 executor = pytest.importorskip("halfstep.kernels.numba_.executor")
@@ -22,6 +22,11 @@ OPTIMIZERS = {
 }
 
 
+def turn_of(rule, slot, gradient, numbers, key=0):
+    constants = finite(torch.tensor([(1.0, *numbers)], dtype=torch.float64))
+    return Turn(rule, [slot], [gradient], constants, torch.tensor([key]))
+
+
 def rule_of(optimizer):
     return rules.SGD if isinstance(optimizer, torch.optim.SGD) else rules.ADAM
 
@@ -35,12 +40,11 @@ def test_200_steps_beside_torch(name, step):
     optimizer = kind([theirs], **options)
     rule, group = rule_of(optimizer), optimizer.param_groups[0]
     moments = tuple(Kept(Moment.FP32, torch.zeros(20, 30)) for _ in rule.moments)
-    ours = Slot(theirs.detach().clone(), torch.zeros(20, 30), Master.NONE, None, moments, ())
+    ours = Slot(theirs.detach().clone(), Master.NONE, None, moments)
     for number in range(1, 201):
         theirs.grad = torch.randn(20, 30)
-        ours.gradient, ours.numbers = theirs.grad.clone(), rule.numbers(group, number)
+        step(turn_of(rule, ours, theirs.grad.clone(), rule.numbers(group, number)))
         optimizer.step()
-        step(rule, [ours])
     error = (ours.weight - theirs.detach()).abs().max() / theirs.detach().abs().max()
     assert error < 4 * 2.0**-23
 
@@ -51,17 +55,15 @@ def test_200_steps_of_lion_beside_the_paper(step):
     lr, beta1, beta2, decay = 1e-2, 0.9, 0.99, 0.1
     weight = torch.randn(20, 30).double()
     memory = torch.zeros(20, 30).double()
-    ours = Slot(
-        weight.float(), torch.zeros(20, 30), Master.NONE, None, (Kept(Moment.FP32, torch.zeros(20, 30)),),
-        rules.lion_numbers({"lr": lr, "betas": (beta1, beta2), "weight_decay": decay}, 1),
-    )  # fmt: skip
+    ours = Slot(weight.float(), Master.NONE, None, (Kept(Moment.FP32, torch.zeros(20, 30)),))
+    numbers = rules.lion_numbers({"lr": lr, "betas": (beta1, beta2), "weight_decay": decay}, 1)
     for _ in range(200):
-        ours.gradient = torch.randn(20, 30)
-        gradient = ours.gradient.double()
+        narrow = torch.randn(20, 30)
+        gradient = narrow.double()
         direction = beta1 * memory + (1 - beta1) * gradient
         weight = weight - lr * (direction.sign() + decay * weight)
         memory = beta2 * memory + (1 - beta2) * gradient
-        step(rules.LION, [ours])
+        step(turn_of(rules.LION, ours, narrow, numbers))
     assert ((ours.weight - weight).abs().max() / weight.abs().max()) < 200 * 2.0**-23  # 200 roundings
 
 
@@ -70,8 +72,8 @@ def test_200_steps_of_lion_beside_the_paper(step):
 def test_a_weight_without_gradients_stays(eps, step):
     group = {**torch.optim.AdamW([torch.zeros(1)], eps=1e-8).defaults, "decoupled_weight_decay": True, "eps": eps}
     moments = tuple(Kept(Moment.FP32, torch.zeros(4)) for _ in range(2))
-    slot = Slot(torch.ones(4), torch.zeros(4), Master.NONE, None, moments, rules.adam_numbers(group, 1))
-    step(rules.ADAM, [slot])
+    slot = Slot(torch.ones(4), Master.NONE, None, moments)
+    step(turn_of(rules.ADAM, slot, torch.zeros(4), rules.adam_numbers(group, 1)))
     assert torch.equal(slot.weight, torch.full((4,), 1 - 1e-3 * 1e-2))
 
 
@@ -88,11 +90,10 @@ def second_after(step, kind, gradients):
         )
         for _ in range(2)
     )
-    slot = Slot(torch.ones(shape), torch.zeros(shape), Master.NONE, None, moments, ())
+    slot = Slot(torch.ones(shape), Master.NONE, None, moments)
     for number, gradient in enumerate(gradients, 1):
-        slot.gradient, slot.numbers = gradient, rules.adam_numbers(group, number)
-        slot.key = storage.random_key(0, number, 0)
-        step(rules.ADAM, [slot])
+        numbers = rules.adam_numbers(group, number)
+        step(turn_of(rules.ADAM, slot, gradient, numbers, storage.random_key(0, number, 0)))
     return torch_step._read_moment(slot.moments[1], 1)
 
 
@@ -116,10 +117,8 @@ def test_int8_of_empty_and_of_huge_moments(step):
             )
             for _ in range(2)
         )
-        assert (
-            step(rules.ADAM, [Slot(torch.zeros(shape), torch.zeros(shape), Master.NONE, None, moments, (0.0,) * 8)])
-            is None
-        )
+        slot = Slot(torch.zeros(shape), Master.NONE, None, moments)
+        assert step(turn_of(rules.ADAM, slot, torch.zeros(shape), (0.0,) * 8)).saturated == 0
     huge = torch.full((1, 32), 3.4e38)
     assert storage.decode_first(*storage.encode_first(huge)).isfinite().all()
     assert storage.decode_second(*storage.encode_second(huge.clamp(max=2.0**126))).isfinite().all()  # the cap's square
@@ -142,8 +141,8 @@ def test_nan_is_not_hidden(dtype, master):
         group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
         gradient = torch.ones(3, 4, dtype=dtype)
         gradient[1, 2] = torch.nan
-        slot = Slot(weight, gradient, master, rest, moments, rules.adam_numbers(group, 1))
-        count = int(step(rules.ADAM, [slot]))
+        slot = Slot(weight, master, rest, moments)
+        count = int(step(turn_of(rules.ADAM, slot, gradient, rules.adam_numbers(group, 1))).saturated)
         return count, torch_step.read_master(slot), slot.weight, *(moment.values for moment in slot.moments)
 
     for ours, wanted in zip(stepped(executor.step), stepped(torch_step.step), strict=True):
@@ -158,4 +157,4 @@ def test_nan_is_not_hidden(dtype, master):
 def test_a_layout_that_does_not_fit_is_noticed():
     weight = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     with pytest.raises(AssertionError):
-        Slot(weight, torch.zeros(2, 3, 4, 4), Master.NONE, None, (), ())
+        Slot(weight, Master.NONE, None, ())

@@ -9,6 +9,8 @@ The same function serves fp32 tensors, numba's scalars and Triton's blocks. That
 * annotations are quoted: Triton reads them, and knows no names of this module.
 
 ``*_numbers`` computes the constants of one step from a parameter group, in the order in which the rule takes them.
+``step`` counts from 1. It and the learning rate are Python numbers where the host knows them, and fp64 tensors where
+only the device does, since it decides which steps are taken.
 
 Sources: D. Kingma, J. Ba, *Adam*, ICLR 2015, Algorithm 1; I. Loshchilov, F. Hutter, *Decoupled Weight Decay
 Regularization*, ICLR 2019, Algorithm 2; I. Sutskever et al., *On the importance of initialization and momentum in deep
@@ -18,11 +20,11 @@ learning*, ICML 2013; X. Chen et al., *Symbolic Discovery of Optimization Algori
 # ruff: noqa: UP037
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+N = Any  # a Python number, or an fp64 tensor with one for each parameter
 V = Any  # an fp32 tensor, a scalar of numba's or a block of Triton's; `numbers`: a tuple of fp32 scalars
 
 
@@ -56,9 +58,9 @@ def lion(weight: "V", gradient: "V", first: "V", numbers: "V", sign: "V") -> "V"
 _SMALLEST_EPS = 2.0**-126  # fp32's smallest normal: 0/0 would be NaN for a weight that never had a gradient
 
 
-def adam_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    """For Adam (decay in the gradient) and AdamW (decay of the weight); ``step`` counts from 1."""
-    lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
+def adam_numbers(group: Mapping[str, Any], step: "N") -> tuple["N", ...]:
+    """For Adam (decay in the gradient) and AdamW (decay of the weight)."""
+    lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
     is_decoupled = group["decoupled_weight_decay"]
     return (
         0.0 if is_decoupled else decay,
@@ -67,22 +69,22 @@ def adam_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
         beta2,
         1.0 - beta2,
         lr / (1.0 - beta1**step),
-        1.0 / math.sqrt(1.0 - beta2**step),
+        (1.0 - beta2**step) ** -0.5,
         max(group["eps"], _SMALLEST_EPS),
     )
 
 
-def sgd_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def sgd_numbers(group: Mapping[str, Any], step: "N") -> tuple["N", ...]:
     """As in torch: the first gradient enters the momentum whole, and dampening acts from the second on."""
     momentum = group["momentum"]
-    share = 1.0 if step == 1 or momentum == 0.0 else 1.0 - group["dampening"]
+    dampening = group["dampening"] if momentum else 0.0
     own, ahead = (1.0, momentum) if group["nesterov"] else (0.0, 1.0)
-    return group["weight_decay"], momentum, share, own, ahead, float(group["lr"])
+    return group["weight_decay"], momentum, 1.0 - dampening * (step > 1), own, ahead, group["lr"]
 
 
-def lion_numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:  # noqa: ARG001 - Lion corrects no bias
+def lion_numbers(group: Mapping[str, Any], step: "N") -> tuple["N", ...]:  # noqa: ARG001 - Lion corrects no bias
     """The paper's beta1 is the share of the past in the direction, its beta2 that in what is kept."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr, (beta1, beta2) = group["lr"], group["betas"]
     return 1.0 - lr * group["weight_decay"], beta2, 1.0 - beta2, beta1, 1.0 - beta1, lr
 
 
@@ -99,7 +101,7 @@ class Rule:
 
     name: str
     function: Callable[..., Any]
-    numbers: Callable[[Mapping[str, Any], int], tuple[float, ...]]
+    numbers: Callable[[Mapping[str, Any], Any], tuple[Any, ...]]
     moments: tuple[str, ...]
 
 

@@ -1,17 +1,20 @@
-"""What a step needs of one parameter: where everything is, how it is kept, and the numbers of this step."""
+"""What a step needs to know: of each parameter where everything is and how it is kept, and the numbers of this turn."""
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from halfstep.formats import FP32
+from halfstep.kernels.rules import Rule
 from halfstep.kernels.storage import GROUP, Master, Moment
 
 GRADIENT_CAP = 2.0**63  # beyond it gradients are cut: the square is finite, and so is a mean of such squares
-_LARGEST = FP32.largest
 
 
 @dataclass(eq=False)
@@ -32,35 +35,25 @@ class Kept:
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step; all its tensors are contiguous and on one device.
-
-    The gradient is finite, or the step is told by ``found_inf`` that it is not.
+    """One parameter, from step to step; all its tensors are contiguous and on one device.
 
     Args:
         weight: fp32, bf16 or fp16; written.
-        gradient: fp32, bf16 or fp16, of the same shape; read.
         master: what is kept beside the weight.
         rest: the fp32 master, or what :func:`halfstep.kernels.storage.split` leaves; None where nothing is kept.
         moments: in the order of the rule's arguments.
-        numbers: the rule's constants.
-        multiplier: what the gradient is multiplied by first: clipping, unscaling, the sign for ``maximize``.
-        key: of the random bits of this step, see :func:`halfstep.kernels.storage.random_key`.
         index: of the first element in the whole tensor, if this is a shard of it.
     """
 
     weight: Tensor
-    gradient: Tensor
     master: Master
     rest: Tensor | None
     moments: tuple[Kept, ...]
-    numbers: tuple[float, ...]
-    multiplier: float = 1.0
-    key: int = 0
     index: int = 0
 
     def __post_init__(self) -> None:
         # Compiled loops pair elements by address: another order or size would be wrong in silence, or worse.
-        for tensor in (self.weight, self.gradient, self.rest, *(moment.values for moment in self.moments)):
+        for tensor in (self.weight, self.rest, *(moment.values for moment in self.moments)):
             assert tensor is None or (tensor.shape == self.weight.shape and tensor.is_contiguous())
             assert tensor is None or tensor.device == self.weight.device
         assert self.row == 0 or self.weight.dim() > 1, "groups lie in the rows of a matrix"
@@ -68,15 +61,66 @@ class Slot:
             num_groups = len(self.weight) * -(-self.row // GROUP) if moment.scales is not None else 0
             assert moment.scales is None or (moment.scales.numel() == num_groups and moment.scales.is_contiguous())
 
-    @property
-    def constants(self) -> tuple[float, ...]:
-        """Multiplier and numbers as fp32 has them: rounded once, and finite (``inf`` times 0 would be NaN)."""
-        finite = [min(max(number, -_LARGEST), _LARGEST) for number in (self.multiplier, *self.numbers)]
-        return struct.unpack(f"{len(finite)}f", struct.pack(f"{len(finite)}f", *finite))
-
-    @property
+    @cached_property
     def row(self) -> int:
         """Elements in a row of dimension 0 if a moment is kept in groups, else 0."""
         if all(moment.kind != Moment.INT8 for moment in self.moments):
             return 0
         return self.weight.numel() // max(1, len(self.weight)) if self.weight.dim() else 0
+
+    @cached_property
+    def needs_chance(self) -> bool:
+        """Whether something of it is rounded by chance."""
+        return self.master == Master.STOCHASTIC or any(m.kind in (Moment.BF16, Moment.INT8) for m in self.moments)
+
+
+@dataclass(eq=False)
+class Turn:
+    """One step of some parameters, all on one device.
+
+    Args:
+        rule: the arithmetic.
+        slots: one for each parameter.
+        gradients: fp32, bf16 or fp16, each contiguous and of its slot's shape; read. They are finite, or ``found_inf``
+            says that they are not.
+        constants: fp32 ``[slots, 1 + numbers of the rule]``, finite: what the gradient is multiplied by first
+            (clipping, unscaling, the sign for ``maximize``), then the rule's numbers; on the slots' device.
+        keys: int64 ``[slots]``, of the random bits, see :func:`halfstep.kernels.storage.random_key`; the same device.
+        found_inf: 0-dim, on the same device: where it is not 0, every bit stays. On a device it is not read by the
+            host. None if the step is to be taken.
+        counts_stalled: whether updates that round to nothing are counted: one more read of what is kept.
+    """
+
+    rule: Rule
+    slots: Sequence[Slot]
+    gradients: Sequence[Tensor]
+    constants: Tensor
+    keys: Tensor
+    found_inf: Tensor | None = None
+    counts_stalled: bool = False
+
+    def __post_init__(self) -> None:
+        for slot, gradient in zip(self.slots, self.gradients, strict=True):
+            assert gradient.shape == slot.weight.shape
+            assert gradient.is_contiguous()
+        assert self.constants.dtype == torch.float32
+        assert len(self.slots) == len(self.constants) == len(self.keys)
+
+
+class Counts(NamedTuple):
+    """What happened to the weights of a turn: 0-dim int64 tensors on its device.
+
+    Args:
+        saturated: how many were made the largest number of their dtype.
+        updated: of how many the rule changed the fp32 value; None unless it was asked for.
+        stalled: how many of these are kept as they were before, so that their update is lost; None likewise.
+    """
+
+    saturated: Tensor
+    updated: Tensor | None = None
+    stalled: Tensor | None = None
+
+
+def finite(constants: Tensor) -> Tensor:
+    """Constants as the rules take them: rounded once to fp32, and finite (``inf`` times 0 would be NaN)."""
+    return constants.clamp(-FP32.largest, FP32.largest).float()

@@ -25,7 +25,7 @@ section 3 (the residual in units of the last place, companding).
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,13 +62,19 @@ _STILL = 2.0**-12  # of a code: so near to one, a value is what that code was de
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
 
-def random_key(seed: int, step: int, tensor: int) -> int:
-    """What a tensor's random bits of one step depend on, besides the element: 32 bits."""
-    key = 0
+def random_key(seed: int, step: _Word, tensor: _Word) -> _Word:
+    """What a tensor's random bits of one step depend on, besides the element: 32 bits.
+
+    Args:
+        seed: of the run.
+        step: how often the tensor was stepped, this step included; an int, or int64 numbers of many tensors.
+        tensor: its number in the optimizer; likewise.
+    """
+    key: Any = 0
     for number in (seed, step, tensor):
         for word in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
             key = _mixed(key ^ word)
-    return key
+    return key  # type: ignore[no-any-return]
 
 
 def _mixed(word: _Word) -> _Word:
@@ -80,7 +86,7 @@ def _mixed(word: _Word) -> _Word:
     return word ^ word >> 16
 
 
-def random_bits(key: int, first: int, number: int, device: torch.device) -> Tensor:
+def random_bits(key: int | Tensor, first: int, number: int, device: torch.device) -> Tensor:
     """32 random bits for each of ``number`` elements from the ``first`` on, as int64: a function of key and index."""
     index = torch.arange(first, first + number, device=device)
     return _mixed((index * 0x9E3779B1 ^ key) & 0xFFFFFFFF)
@@ -118,14 +124,18 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, rest: Tensor) -> Tensor:
-    """The fp32 master that :func:`split` or :func:`split8` took apart."""
+    """The fp32 master that :func:`split` or :func:`split8` took apart.
+
+    Whatever weight it is put beside, a rest stays below half a unit in its last place.
+    """
     if weight.dtype == torch.float16:
         unit = _ulp_fp16(weight) * (2.0**-15 if rest.dtype == torch.int16 else 2.0**-7)
         return weight.float() + rest.float() * unit
     high = weight.contiguous().view(torch.int16).to(torch.int64)
-    if rest.dtype == torch.int16:
-        return _floats((high << 16) + rest)
-    return _floats((high << 16) + (rest.to(torch.int64) << 8))
+    low = rest.to(torch.int64) << (0 if rest.dtype == torch.int16 else 8)
+    magnitude = high & 0x7FFF
+    low = torch.where(magnitude == 0, low.clamp(min=0), low)  # somebody has made the weight 0: below it is NaN
+    return _floats((high << 16) + torch.where(magnitude >= 0x7F80, 0, low))
 
 
 def split8(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

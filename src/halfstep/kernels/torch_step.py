@@ -5,7 +5,7 @@ This is what the compiled executors are tested against, and what runs where they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch import Tensor
 from halfstep._compat import rounded_sqrt
 from halfstep.kernels import storage
 from halfstep.kernels.rounding import rounded
-from halfstep.kernels.rules import ADAM, LION, Rule
-from halfstep.kernels.slots import GRADIENT_CAP, Kept, Slot
+from halfstep.kernels.rules import ADAM, LION
+from halfstep.kernels.slots import GRADIENT_CAP, Counts, Kept, Slot, Turn
 from halfstep.kernels.storage import GROUP, Master, Moment
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -24,39 +24,36 @@ _EXTRA: dict[str, tuple[Callable[..., Tensor], ...]] = {
 }
 
 
-def step(rule: Rule, slots: Sequence[Slot], found_inf: Tensor | None = None) -> Tensor | None:
-    """Step every slot's parameter, or none of them.
-
-    Args:
-        rule: the arithmetic.
-        slots: one for each parameter.
-        found_inf: 0-dim, on the slots' device: where it is not 0, every bit stays. It is not read on the host.
-
-    Returns:
-        How many weights were saturated, 0-dim int64; None without slots.
-    """
-    counts = [_step(rule, slot, found_inf) for slot in slots if slot.weight.numel()]
-    return torch.stack(counts).sum() if counts else None  # nothing to step
+def step(turn: Turn) -> Counts:
+    """Step every slot's parameter, or none of them."""
+    device = turn.keys.device
+    counts = [torch.zeros((3,), dtype=torch.int64, device=device)]
+    rows = zip(turn.slots, turn.gradients, turn.constants, turn.keys, strict=True)
+    counts += [_step(turn, *row) for row in rows if row[0].weight.numel()]
+    saturated, updated, stalled = torch.stack(counts).sum(0)
+    return Counts(saturated, updated, stalled) if turn.counts_stalled else Counts(saturated)
 
 
-def _step(rule: Rule, slot: Slot, found_inf: Tensor | None) -> Tensor:
+def _step(turn: Turn, slot: Slot, gradient: Tensor, constants: Tensor, key: Tensor) -> Tensor:
     bits = None
-    if slot.master == Master.STOCHASTIC or any(moment.kind != Moment.FP32 for moment in slot.moments):
-        bits = storage.random_bits(slot.key, slot.index, slot.weight.numel(), slot.weight.device)
-        bits = bits.view(slot.weight.shape)
-    multiplier, *numbers = slot.constants
-    gradient = (slot.gradient.float() * multiplier).clamp(-GRADIENT_CAP, GRADIENT_CAP)
+    if slot.needs_chance:
+        bits = storage.random_bits(key, slot.index, slot.weight.numel(), slot.weight.device).view(slot.weight.shape)
+    multiplier, *numbers = constants.unbind()
+    gradient = (gradient.float() * multiplier).clamp(-GRADIENT_CAP, GRADIENT_CAP)
     moments = [_read_moment(moment, which) for which, moment in enumerate(slot.moments)]
     if not moments:
         moments = [torch.zeros_like(gradient)]  # SGD without momentum
-    weight, *moments = rule.function(read_master(slot), gradient, *moments, tuple(numbers), *_EXTRA.get(rule.name, ()))
-    written = _written_master(slot, weight, bits)
+    before = read_master(slot)
+    master, *moments = turn.rule.function(before, gradient, *moments, tuple(numbers), *_EXTRA.get(turn.rule.name, ()))
+    written = _written_master(slot, master, bits)
     for which, (moment, value) in enumerate(zip(slot.moments, moments, strict=False)):
         written += _written_moment(moment, which, value.clamp(-_LARGEST, _LARGEST), bits)
+    is_taken = torch.ones((), dtype=torch.bool, device=master.device) if turn.found_inf is None else turn.found_inf == 0
+    is_saturated, is_updated = _is_saturated(master, slot.weight.dtype) & is_taken, (master != before) & is_taken
+    before = before.clone()  # of fp32 weights it is their memory
     for target, value in written:
-        target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
-    num_saturated = _is_saturated(weight, slot.weight.dtype).sum()
-    return num_saturated if found_inf is None else num_saturated * (found_inf == 0)
+        target.copy_(torch.where(is_taken, value, target))
+    return torch.stack([one.sum() for one in (is_saturated, is_updated, is_updated & (read_master(slot) == before))])
 
 
 def _is_saturated(master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,12 +66,18 @@ def _is_saturated(master: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_master(slot: Slot) -> Tensor:
-    """The parameter's value in fp32, with all the bits that are kept of it."""
-    if slot.master == Master.FP32 and slot.rest is not None:
-        return slot.rest
-    if slot.master in (Master.SPLIT, Master.SPLIT8) and slot.rest is not None:
-        return storage.join(slot.weight, slot.rest)
-    return slot.weight.float()
+    """The parameter's value in fp32, with all the bits that are kept of it.
+
+    Whatever somebody else writes into a weight holds. Beside an fp32 master one sees it: the weight is not its
+    master's rounding. A ``split`` rest stays: it lies below what the weight can show. (In fp16, at a tie or a
+    power of two, the number next to it may come of that.)
+    """
+    if slot.rest is None:
+        return slot.weight.float()
+    if slot.master == Master.FP32:
+        is_own = rounded(slot.rest, slot.weight.dtype).view(torch.int16) == slot.weight.view(torch.int16)
+        return torch.where(is_own, slot.rest, slot.weight.float())
+    return storage.join(slot.weight, slot.rest)
 
 
 def _written_master(slot: Slot, master: Tensor, bits: Tensor | None) -> list[tuple[Tensor, Tensor]]:

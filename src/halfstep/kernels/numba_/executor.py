@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,40 +14,44 @@ from halfstep.kernels.numba_.memory import BF16, FP16, FP32
 from halfstep.kernels.numba_.stages import address_of
 from halfstep.kernels.numba_.step import step as _compiled_step
 from halfstep.kernels.rules import Rule
-from halfstep.kernels.slots import Kept, Slot
+from halfstep.kernels.slots import Counts, Kept, Slot, Turn
 from halfstep.kernels.storage import Moment
 
 _DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _NOTHING = torch.empty(0)
 _ABSENT = Kept(Moment.NONE, _NOTHING)
 _Recipe = tuple[int, ...]  # dtypes of weight and gradient, kinds of master, first and second moment
+_Stages = list[tuple[str, tuple[int, ...]]]
 
 
-def step(rule: Rule, slots: Sequence[Slot], found_inf: Tensor | None = None) -> Tensor | None:
+def step(turn: Turn) -> Counts:
     """As ``kernels/torch_step.py`` does it, for parameters on the CPU."""
-    if not any(slot.weight.numel() for slot in slots):
-        return None
-    if found_inf is not None and found_inf.item() != 0:
-        return torch.zeros((), dtype=torch.int64)
-    groups: dict[_Recipe, list[Slot]] = {}
-    slots = [slot for slot in slots if slot.weight.numel()]
-    for slot in slots:
-        groups.setdefault(_recipe(slot), []).append(slot)
-    num_saturated = sum(_step(rule, recipe, group) for recipe, group in groups.items())
-    return torch.tensor(num_saturated)
+    totals = {"write_master": 0, "count_updated": 0, "count_stalled": 0}
+    if turn.found_inf is None or turn.found_inf.item() == 0:
+        groups: dict[_Recipe, list[int]] = {}
+        for place, (slot, gradient) in enumerate(zip(turn.slots, turn.gradients, strict=True)):
+            if slot.weight.numel():
+                groups.setdefault(_recipe(slot, gradient), []).append(place)
+        for recipe, places in groups.items():
+            stages = stages_of(turn.rule, recipe, counts_stalled=turn.counts_stalled)
+            for (name, _), total in zip(stages, _run(turn, places, stages), strict=True):
+                if name in totals:
+                    totals[name] += int(total)
+    counts = Counts(*map(torch.tensor, totals.values()))
+    return counts if turn.counts_stalled else Counts(counts.saturated)
 
 
-def _recipe(slot: Slot) -> _Recipe:
+def _recipe(slot: Slot, gradient: Tensor) -> _Recipe:
     first, second = (*slot.moments, _ABSENT, _ABSENT)[:2]
-    dtypes = _DTYPES[slot.weight.dtype], _DTYPES[slot.gradient.dtype]
+    dtypes = _DTYPES[slot.weight.dtype], _DTYPES[gradient.dtype]
     return (*dtypes, int(slot.master), int(first.kind), int(second.kind))
 
 
-def stages_of(rule: Rule, recipe: _Recipe) -> list[tuple[str, tuple[int, ...]]]:
+def stages_of(rule: Rule, recipe: _Recipe, *, counts_stalled: bool = False) -> _Stages:
     """The stages of a step, in order: their names and variants."""
     weight, gradient, master, first, second = recipe
     moments = [(first, 0), (second, 1)][: max(1, len(rule.moments))]
-    return [
+    stages: _Stages = [
         ("gradient", (gradient,)),
         ("read_master", (weight, master)),
         *(("read_moment", moment) for moment in moments),
@@ -56,28 +59,34 @@ def stages_of(rule: Rule, recipe: _Recipe) -> list[tuple[str, tuple[int, ...]]]:
         *(("write_moment", moment) for moment in moments if moment[0] != Moment.NONE),
         ("write_master", (weight, master)),
     ]
+    if counts_stalled:
+        stages[-1:] = [("count_updated", (weight, master)), stages[-1], ("count_stalled", (weight, master))]
+    return stages
 
 
-def _step(rule: Rule, recipe: _Recipe, slots: list[Slot]) -> int:
+def _run(turn: Turn, places: list[int], stages: _Stages) -> list[int]:
+    """Step the slots of one recipe; what each stage returned, added up."""
+    slots = [turn.slots[place] for place in places]
     firsts, seconds = zip(*[(*slot.moments, _ABSENT, _ABSENT)[:2] for slot in slots], strict=True)
     columns = (
         [slot.weight for slot in slots],
         [_or_nothing(slot.rest) for slot in slots],
-        [slot.gradient for slot in slots],
+        [turn.gradients[place] for place in places],
         [moment.values for moment in firsts],
         [moment.values for moment in seconds],
         [_or_nothing(moment.scales) for moment in firsts],
         [_or_nothing(moment.scales) for moment in seconds],
         [_NOTHING] * len(slots),
     )
-    stages = np.array([address_of(name, *variant) for name, variant in stages_of(rule, recipe)], dtype=np.int64)
-    facts = np.array([(slot.row, slot.index, slot.key, 0, 0, 0, 0, 0) for slot in slots], dtype=np.int64)
+    addresses = np.array([address_of(name, *variant) for name, variant in stages], dtype=np.int64)
+    facts = np.zeros((len(slots), 8), dtype=np.int64)
+    facts[:, :2] = [(slot.row, slot.index) for slot in slots]
+    facts[:, 2] = turn.keys.numpy()[places]
     numbers = np.zeros((len(slots), 9), dtype=np.float32)
-    for row, slot in zip(numbers, slots, strict=True):
-        row[: len(slot.numbers) + 1] = slot.constants
-    counts = Table(*columns).run(_compiled_step, stages, facts, numbers)
+    numbers[:, : turn.constants.shape[1]] = turn.constants.numpy()[places]
+    totals = Table(*columns).run(_compiled_step, addresses, facts, numbers)
     increment_version([tensor for tensor in chain(*columns[:2], *columns[3:]) if tensor is not _NOTHING])
-    return int(sum(counts))
+    return [int(total) for total in sum(totals)]
 
 
 def _or_nothing(tensor: Tensor | None) -> Tensor:

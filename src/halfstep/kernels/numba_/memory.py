@@ -42,6 +42,8 @@ _HALF8, _HALF15, _HALF16 = uint32(0x80), uint32(0x4000), uint32(0x8000)
 _ALMOST15, _LARGEST_SCALE = uint32(0x7FFF), uint32(0xFEFF)
 _STILL = np.float32(2.0**-12)
 _LOW16 = uint32(0xFFFF)
+_HALF_MAGNITUDE, _HALF_INFINITY, _NONE = uint32(0x7FFF), uint32(0x7F80), int32(0)
+_256 = int32(256)
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _2P15, _2PM15, _2P7, _2PM7 = (np.float32(2.0**n) for n in (15, -15, 7, -7))
 _2P16, _2P24, _2PM24 = np.float32(2.0**16), np.float32(2.0**24), np.float32(2.0**-24)
@@ -94,16 +96,42 @@ def ulp_fp16(half: V) -> V:
 
 
 @_jit
+def _saturated(bits: V) -> V:
+    """An fp32 pattern whose nearest bf16 number is finite; NaN stays."""
+    magnitude = uint32(bits & MAGNITUDE)
+    held = min(magnitude, _LARGEST_SPLIT) if magnitude <= INFINITY else magnitude
+    return uint32((bits & _SIGN) | held)
+
+
+@_jit
+def _joined(half: V, low: V) -> V:
+    """A bf16 weight and its rest as one pattern; see ``storage.join``."""
+    magnitude = uint32(half & _HALF_MAGNITUDE)
+    low = int32(max(low, _NONE)) if magnitude == 0 else low
+    low = _NONE if magnitude >= _HALF_INFINITY else low
+    return uint32((uint32(half) << _U16) + uint32(low))
+
+
+@_jit
 def read_master(dtype: V, storage: V, weight: V, rest: V, at: V, buffer: V, n: V) -> None:
     """The fp32 master of a block."""
     if storage == MASTER_FP32:
-        read(FP32, rest, at, buffer, n)
+        half = carray(pointer(weight + 2 * at), n, np.uint16)
+        master = carray(pointer(rest + 4 * at), n, np.float32)
+        if dtype == BF16:
+            for i in range(n):
+                bits = bits_of(master[i])
+                buffer[i] = master[i] if bits_to_bf16(_saturated(bits)) == half[i] else bf16_to_float(half[i])
+        else:
+            for i in range(n):
+                nearest = float_to_fp16(min(max(master[i], -_FP16_LARGEST), _FP16_LARGEST))
+                buffer[i] = master[i] if nearest == half[i] else fp16_to_float(half[i])
     elif storage == SPLIT:
         half = carray(pointer(weight + 2 * at), n, np.uint16)
         low = carray(pointer(rest + 2 * at), n, np.int16)
         if dtype == BF16:
             for i in range(n):
-                buffer[i] = float_of(uint32((uint32(half[i]) << _U16) + uint32(int32(low[i]))))
+                buffer[i] = float_of(_joined(half[i], int32(low[i])))
         else:
             for i in range(n):
                 buffer[i] = fp16_to_float(half[i]) + np.float32(low[i]) * (ulp_fp16(half[i]) * _2PM15)
@@ -112,7 +140,7 @@ def read_master(dtype: V, storage: V, weight: V, rest: V, at: V, buffer: V, n: V
         low8 = carray(pointer(rest + at), n, np.int8)
         if dtype == BF16:
             for i in range(n):
-                buffer[i] = float_of(uint32((uint32(half[i]) << _U16) + uint32(uint32(int32(low8[i])) << _U8)))
+                buffer[i] = float_of(_joined(half[i], int32(int32(low8[i]) * _256)))
         else:
             for i in range(n):
                 buffer[i] = fp16_to_float(half[i]) + np.float32(low8[i]) * (ulp_fp16(half[i]) * _2PM7)

@@ -7,7 +7,7 @@ A step is a list of stages, such as
 and each is compiled by itself, when a step first needs it. All have one signature, so that the loop over blocks
 (step.py) calls whatever it is given: ``stage(addresses, facts, numbers, buffers, at, n)``, where the first four are the
 addresses of a tensor's row of the tables and of four buffers of BLOCK elements, ``at`` is the block's first element in
-the tensor and ``n`` its length. What is returned is added up: how many values were saturated.
+the tensor and ``n`` its length. What it returns, a count, is added up over the blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIGNATURE = types.int64(*[types.int64] * 6)
 WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES = range(7)
 ROW, INDEX, KEY = range(3)
 
-_CAP = np.float32(GRADIENT_CAP)
+_CAP, _NAN = np.float32(GRADIENT_CAP), np.float32(np.nan)
 _STOCHASTIC = int(Master.STOCHASTIC)
 _MOMENT_FP32, _MOMENT_BF16, _MOMENT_INT8 = int(Moment.FP32), int(Moment.BF16), int(Moment.INT8)
 _jit = numba.njit(nogil=True, error_model="numpy")
@@ -167,6 +167,36 @@ def _write_master(dtype: int, storage: int) -> Callable[..., Any]:
     return write_master
 
 
+def _count_updated(dtype: int, storage: int) -> Callable[..., Any]:
+    """Runs before the master is written; the gradient is not needed any more."""
+
+    def count_updated(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        before, w = _g(buffers), _w(buffers)
+        m.read_master(dtype, storage, _address(addresses, WEIGHT), _address(addresses, REST), at, before, n)
+        num_updated = 0
+        for i in range(n):
+            num_updated += w[i] != before[i]
+        for i in range(n):  # where the rule changed nothing, nothing can be lost
+            before[i] = before[i] if w[i] != before[i] else _NAN
+        return num_updated
+
+    return count_updated
+
+
+def _count_stalled(dtype: int, storage: int) -> Callable[..., Any]:
+    """Runs after the master and the moments were written."""
+
+    def count_stalled(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        before, after = _g(buffers), _first(buffers)
+        m.read_master(dtype, storage, _address(addresses, WEIGHT), _address(addresses, REST), at, after, n)
+        num_stalled = 0
+        for i in range(n):
+            num_stalled += after[i] == before[i]
+        return num_stalled
+
+    return count_stalled
+
+
 def _read_moment(storage: int, which: int) -> Callable[..., Any]:
     def read_moment(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         buffer, address = _buffer(buffers, 2 + which), _address(addresses, FIRST + which)
@@ -206,6 +236,8 @@ _FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
     "gradient": _gradient,
     "read_master": _read_master,
     "write_master": _write_master,
+    "count_updated": _count_updated,
+    "count_stalled": _count_stalled,
     "read_moment": _read_moment,
     "write_moment": _write_moment,
 }

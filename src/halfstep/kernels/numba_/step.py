@@ -32,8 +32,8 @@ def _call(context: Any, stage: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: A
 
 
 @compiled(numba.njit)
-def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: Any, numbers: Any) -> int:
-    """Run all stages over the elements from ``start`` to ``stop``; how many values were saturated.
+def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: Any, numbers: Any) -> Any:
+    """Run all stages over the elements from ``start`` to ``stop``; for each stage the sum of what it returned.
 
     Args:
         addresses: int64 ``[tensors, 8]``.
@@ -45,7 +45,8 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
         numbers: fp32 ``[tensors, 9]``: the factor on the gradient, and the rule's constants.
     """
     buffers = np.zeros(4 * BLOCK, np.float32)
-    base, total = 0, 0
+    totals = np.zeros(stages.size, np.int64)
+    base = 0
     for tensor in range(sizes.size):
         size = sizes[tensor]
         low, high = max(start - base, 0), min(stop - base, size)
@@ -61,7 +62,7 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
             n = min(BLOCK, high - low)
             if row > 0 and low + n < high:
                 n = m.group_start(low + n, row) - low
-            for stage in stages:
-                total += _call(stage, a, k, c, buffers.ctypes.data, low, n)
+            for place in range(stages.size):
+                totals[place] += _call(stages[place], a, k, c, buffers.ctypes.data, low, n)
             low += n
-    return total
+    return totals
