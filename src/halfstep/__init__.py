@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from halfstep import nn as nn
     from halfstep import ops as ops
+    from halfstep import optim as optim
     from halfstep.casting import cast_model as cast_model
     from halfstep.emulation import emulate as emulate
     from halfstep.errors import HalfstepError as HalfstepError
@@ -54,6 +55,7 @@ _PUBLIC = {
     "fp32_state_dict": "halfstep.optim.export",
     "nn": "halfstep",
     "ops": "halfstep",
+    "optim": "halfstep",
     "pad_to_multiple": "halfstep.tensor_cores",
     "probe": "halfstep.hardware",
     "stabilize": "halfstep.nn",

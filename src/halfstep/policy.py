@@ -355,11 +355,11 @@ def _refuse_contradictions(policy: Policy) -> None:
 def _missing_machinery(policy: Policy, *, with_stepper: bool) -> list[str]:
     """Parts of the policy that this version cannot carry out, each as "no ..."."""
     is_half = policy.param_dtype != torch.float32
-    kept = (Master.NONE, Master.FP32) if with_stepper else (Master.NONE,)
+    has_masters, has_moments = policy.master is not Master.NONE, policy.moments is not Moments.FP32
     parts = [
-        (policy.master not in kept, f"no {_spell(policy.master)} masters (halfstep.optim, MasterWeights)"),
+        (has_masters and not with_stepper, f"no {_spell(policy.master)} masters (halfstep.optim, MasterWeights)"),
         (is_half and policy.master is Master.NONE and not with_stepper, "no casting of a model to 16-bit weights"),
-        (policy.moments is not Moments.FP32, f"no {_spell(policy.moments)} moments (halfstep.optim)"),
+        (has_moments and not with_stepper, f"no {_spell(policy.moments)} moments (halfstep.optim)"),
         (policy.grad_dtype is not None and not with_stepper, "no fp32 accumulation outside halfstep.Stepper"),
         (policy.buffer_dtype is not None and not with_stepper, "no casting of buffers but by halfstep.cast_model"),
         (policy.reduce_dtype is not None, "no choice of dtype for reduction across ranks (halfstep.distributed)"),

@@ -94,7 +94,7 @@ def second_after(step, kind, gradients):
     for number, gradient in enumerate(gradients, 1):
         numbers = rules.adam_numbers(group, number)
         step(turn_of(rules.ADAM, slot, gradient, numbers, storage.random_key(0, number, 0)))
-    return torch_step._read_moment(slot.moments[1], 1)
+    return torch_step.read_moment(slot.moments[1], 1)
 
 
 @pytest.mark.parametrize("kind", [Moment.BF16, Moment.INT8])

@@ -62,7 +62,7 @@ _STILL = 2.0**-12  # of a code: so near to one, a value is what that code was de
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
 
-def random_key(seed: int, step: _Word, tensor: _Word) -> _Word:
+def random_key(seed: int | Tensor, step: _Word, tensor: _Word) -> _Word:
     """What a tensor's random bits of one step depend on, besides the element: 32 bits.
 
     Args:

@@ -40,7 +40,7 @@ def _step(turn: Turn, slot: Slot, gradient: Tensor, constants: Tensor, key: Tens
         bits = storage.random_bits(key, slot.index, slot.weight.numel(), slot.weight.device).view(slot.weight.shape)
     multiplier, *numbers = constants.unbind()
     gradient = (gradient.float() * multiplier).clamp(-GRADIENT_CAP, GRADIENT_CAP)
-    moments = [_read_moment(moment, which) for which, moment in enumerate(slot.moments)]
+    moments = [read_moment(moment, which) for which, moment in enumerate(slot.moments)]
     if not moments:
         moments = [torch.zeros_like(gradient)]  # SGD without momentum
     before = read_master(slot)
@@ -98,7 +98,8 @@ def _written_master(slot: Slot, master: Tensor, bits: Tensor | None) -> list[tup
 # ---- moments --------------------------------------------------------------------------------------------------------
 
 
-def _read_moment(moment: Kept, which: int) -> Tensor:
+def read_moment(moment: Kept, which: int) -> Tensor:
+    """A moment's value in fp32; ``which`` is 0 for the first and 1 for the second."""
     if moment.scales is None:
         return moment.values.float()
     decode = (storage.decode_first, storage.decode_second)[which]
@@ -108,19 +109,23 @@ def _read_moment(moment: Kept, which: int) -> Tensor:
     return decode(groups, moment.scales).flatten(1)[:, :length].reshape(moment.values.shape)
 
 
+def encoded(value: Tensor, which: int, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes in int8 of a moment's value, and the scales of its groups; see :func:`storage.encode_second` for bits."""
+    groups, length = _grouped(value)
+    if which:
+        codes, scales = storage.encode_second(groups, None if bits is None else _grouped(bits >> 16)[0])
+    else:
+        codes, scales = storage.encode_first(groups)
+    return codes.view(torch.int8).flatten(1)[:, :length].reshape(value.shape), scales
+
+
 def _written_moment(moment: Kept, which: int, value: Tensor, bits: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     if moment.kind == Moment.BF16 and bits is not None:
         chance = (bits if which else bits * 0x9E3779B1 & 0xFFFFFFFF) >> 16
         return [(moment.values, storage.round_by_chance(value, torch.bfloat16, chance))]
     if moment.scales is None:
         return [(moment.values, value)]
-    groups, length = _grouped(value)
-    if which:
-        assert bits is not None
-        codes, scales = storage.encode_second(groups, _grouped(bits >> 16)[0])
-    else:
-        codes, scales = storage.encode_first(groups)
-    codes = codes.view(torch.int8).flatten(1)[:, :length].reshape(value.shape)
+    codes, scales = encoded(value, which, bits)
     return [(moment.values, codes), (moment.scales, scales)]
 
 

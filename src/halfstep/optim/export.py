@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.rounding import rounded
 from halfstep.optim import refusals
 from halfstep.optim.masters import MasterWeights
+from halfstep.optim.packed import PackedOptimizer
+
+_Holder = MasterWeights | PackedOptimizer  # keeps what 16-bit weights cannot hold
 
 
-def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[MasterWeights]) -> dict[str, Any]:
+def fp32_state_dict(model: nn.Module, optimizer: _Holder | Sequence[_Holder]) -> dict[str, Any]:
     """The model's ``state_dict`` with the true fp32 value of every weight, for export or to go on elsewhere in fp32.
 
     Args:
         model: the model, bare or inside DistributedDataParallel; nothing in it changes.
-        optimizer: its :class:`MasterWeights`, or a list of them.
+        optimizer: its :class:`MasterWeights`, or an optimizer of ``halfstep.optim``; or a list of them.
 
     Returns:
         Copies: masters where there are any, every other 16-bit tensor (frozen weights, buffers) widened, which is
@@ -36,25 +40,32 @@ def fp32_state_dict(model: nn.Module, optimizer: MasterWeights | Sequence[Master
         (False, True)
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    masters: dict[Tensor, Tensor] = {}
+    full: dict[Tensor, Callable[[Tensor], Tensor]] = {}
     for one in optimizers:
-        if not isinstance(one, MasterWeights):
+        if not isinstance(one, (MasterWeights, PackedOptimizer)):
             raise refusals.not_ours(one)
         one._check_in_use("fp32_state_dict()")
-        one._take_in()  # refuses parameters that were cast since
-        masters |= one._masters
-    if not any(p in masters for p in model.parameters()):
+        if isinstance(one, PackedOptimizer):
+            full |= {p: one.full_weight for group in one.param_groups for p in group["params"] if one.has_master(p)}
+        else:
+            one._take_in()  # refuses parameters that were cast since
+            full |= {p: functools.partial(_full_weight, master) for p, master in one._masters.items()}
+    if not any(p in full for p in model.parameters()):
         raise refusals.not_ours(optimizers[0])
-    return {name: _exported(value, masters) for name, value in model.state_dict(keep_vars=True).items()}
+    return {name: _exported(value, full) for name, value in model.state_dict(keep_vars=True).items()}
 
 
 @torch.no_grad()
-def _exported(value: Any, masters: Mapping[Tensor, Tensor]) -> Any:
+def _exported(value: Any, full: Mapping[Tensor, Callable[[Tensor], Tensor]]) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value not in masters:
-        value = value.detach()
-        return value.float() if value.dtype in HALF_DTYPES else value.clone()
-    master = masters[value].detach()
-    is_own = rounded(master, value.dtype).view(torch.int16) == value.detach().view(torch.int16)
-    return torch.where(is_own, master, value.detach().float())
+    if value in full:
+        return full[value](value)
+    value = value.detach()
+    return value.float() if value.dtype in HALF_DTYPES else value.clone()
+
+
+def _full_weight(master: Tensor, weight: Tensor) -> Tensor:
+    """The master, or what somebody has written into the weight since."""
+    is_own = rounded(master.detach(), weight.dtype).view(torch.int16) == weight.detach().view(torch.int16)
+    return torch.where(is_own, master.detach(), weight.detach().float())

@@ -28,6 +28,7 @@ from torch import Tensor
 from halfstep._compat import OptState, moved, refresh_per_optimizer_state
 from halfstep.errors import warn
 from halfstep.formats import HALF_DTYPES
+from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.scaling import closures, refusals
 from halfstep.scaling.agree import agreed
@@ -41,7 +42,7 @@ from halfstep.scaling.take_step import divides_in_kernel, step_in_kernel
 from halfstep.scaling.torch_names import TorchNames
 from halfstep.scaling.unscale import multiply_, reciprocal, safe_divisor, safe_factor
 from halfstep.scaling.widen import Widened, needs_widening, warn_without_masters
-from halfstep.scaling.window import Books, any_found_inf, parameters_of
+from halfstep.scaling.window import Books, parameters_of
 
 # torch's key -> the scale's own name for the same state
 _SHARED_KEYS = {

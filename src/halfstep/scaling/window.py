@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from halfstep._compat import HostCopy, is_host, moved
+from halfstep._compat import HostCopy, is_host
 from halfstep.errors import ArgumentError, HalfstepWarning, warn
+from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.inspect import Inspection
 from halfstep.scaling import refusals
 from halfstep.scaling.culprit import Culprit, ParameterOrder
@@ -89,18 +90,6 @@ class StepRecord:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The optimizer's parameters, group after group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def any_found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor | None:
-    """1.0 on ``device`` if any flag is set, else 0.0; None if there is no flag.
-
-    Others may have made a count, a mean or a shape of [1] of a flag: whatever is not 0 is set.
-    """
-    parts = [moved(flag.reshape(()), device) for flag in flags]
-    if not parts:
-        return None
-    together = parts[0] if len(parts) == 1 else torch.stack(parts).abs().amax()
-    return together.ne(0.0).float()
 
 
 class IdleSteps:

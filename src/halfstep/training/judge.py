@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.inspect import Inspection
 from halfstep.scaling.unscale import Number, clipping_divisor
-from halfstep.scaling.window import any_found_inf
 from halfstep.training.accumulate import Window
 
 

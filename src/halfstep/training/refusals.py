@@ -191,13 +191,39 @@ def _remedy_for_dtype(policy: Policy, dtype: torch.dtype) -> str:
     return f"{cast}{wrap}, or use the policy that fits its weights"
 
 
-def no_masters(policy: object, optimizer: torch.optim.Optimizer) -> ArgumentError:
-    """A master policy with an optimizer that keeps none."""
+def no_masters(policy: Policy, optimizer: torch.optim.Optimizer, kept: str) -> ArgumentError:
+    """A master policy with an optimizer that keeps none, or keeps them otherwise."""
+    wanted = policy.master.value
+    is_fp32 = policy.master is Master.FP32
     return ArgumentError(
         asked=f"Stepper under the policy {policy} with {type(optimizer).__name__}",
-        true="it wants fp32 masters, and this optimizer keeps none",
-        why="updates smaller than half a unit in the last place of a 16-bit weight would be lost",
-        fix="wrap it: halfstep.MasterWeights(optimizer), or use the policy that says so by name, such as bf16-true",
+        true=f"it wants {wanted} masters, and this optimizer keeps {'none' if kept == 'none' else f'{kept} ones'}",
+        why="updates smaller than half a unit in the last place of a 16-bit weight would be lost"
+        if kept == "none"
+        else "the run would be another one than the policy says",
+        fix="wrap it: halfstep.MasterWeights(optimizer), or use the policy that says so by name, such as bf16-true"
+        if is_fp32
+        else f'use an optimizer of halfstep.optim: halfstep.optim.AdamW(..., master="{wanted}")',
+    )
+
+
+def other_moments(policy: Policy, optimizer: torch.optim.Optimizer, kept: str) -> ArgumentError:
+    """The policy names a storage that the optimizer does not use."""
+    return ArgumentError(
+        asked=f"Stepper under the policy {policy} with {type(optimizer).__name__}",
+        true=f"it wants {policy.moments.value} moments, and this optimizer keeps {kept} ones",
+        why="the run would be another one than the policy says",
+        fix=f'use an optimizer of halfstep.optim: halfstep.optim.AdamW(..., moments="{policy.moments.value}")',
+    )
+
+
+def clips_by_itself(optimizer: torch.optim.Optimizer) -> ArgumentError:
+    """Two places that clip."""
+    return ArgumentError(
+        asked=f"Stepper around {type(optimizer).__name__}(clip_norm=...)",
+        true="a stepper has looked at the gradients already, and knows their norm",
+        why="the optimizer would read all of them once more, and clip what may be clipped",
+        fix="pass clip_norm to the Stepper, and leave it out of the optimizer",
     )
 
 

@@ -15,7 +15,8 @@ from halfstep.formats import HALF_DTYPES, format_of
 from halfstep.hardware import probe
 from halfstep.optim import masters
 from halfstep.optim.masters import MasterWeights
-from halfstep.policy import Master, Policy, Scaling
+from halfstep.optim.packed import PackedOptimizer
+from halfstep.policy import Master, Moments, Policy, Scaling
 from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.refusals import not_a_scale
@@ -50,6 +51,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
         if parameters & seen:
             raise refusals.same_parameter_twice(one, len(parameters & seen))
         seen |= parameters
+        if isinstance(one, PackedOptimizer) and one.clip_norm is not None:
+            raise refusals.clips_by_itself(one)
         if needs_closure(one):
             _check_closure_optimizer(one, len(optimizers))
     return optimizers
@@ -156,8 +159,7 @@ def checked_policy(policy: Any, optimizers: Optimizers, model: nn.Module) -> Pol
     names = {id(p): name for name, p in model.named_parameters()}
     if parsed.param_dtype in HALF_DTYPES:
         _require_cast(parsed, optimizers, names)
-    if parsed.master is Master.FP32:
-        _require_masters(parsed, optimizers)
+    _require_storages(parsed, optimizers)
     return parsed
 
 
@@ -170,10 +172,21 @@ def _require_cast(policy: Policy, optimizers: Optimizers, names: dict[int, str])
         raise refusals.weights_of_another_dtype(policy, policy.param_dtype, names[id(wrong[0])], wrong[0].dtype)
 
 
-def _require_masters(policy: Policy, optimizers: Optimizers) -> None:
+def _require_storages(policy: Policy, optimizers: Optimizers) -> None:
+    """What the policy says is kept must be kept; an fp32 master in any storage that stands for one."""
     for optimizer in optimizers:
-        if not isinstance(optimizer, MasterWeights):
-            raise refusals.no_masters(policy, optimizer)
+        if isinstance(optimizer, PackedOptimizer):
+            kept = {(group["master"], group["moments"]) for group in optimizer.param_groups}
+        elif isinstance(optimizer, MasterWeights):
+            kept = {("fp32", "fp32")}
+        else:
+            kept = {("none", "fp32")}
+        for master, moments in kept:
+            is_right = master == policy.master.value or (policy.master is Master.FP32 and master != "none")
+            if policy.master is not Master.NONE and not is_right:
+                raise refusals.no_masters(policy, optimizer, master)
+            if policy.moments is not Moments.FP32 and moments != policy.moments.value:
+                raise refusals.other_moments(policy, optimizer, moments)
 
 
 def scale_for(policy: Policy, given: Any) -> Scale:
@@ -208,7 +221,8 @@ def warn_of_losses(asked: Any, policy: Policy, scale: Scale, optimizers: Optimiz
 
 def bare_halves(optimizers: Optimizers) -> list[torch.Tensor]:
     """The trainable 16-bit parameters that no masters stand behind."""
-    bare = [p for o in optimizers if not isinstance(o, MasterWeights) for p in parameters_of(o)]
+    # Packed optimizers have warned by themselves, if they keep nothing.
+    bare = [p for o in optimizers if not isinstance(o, (MasterWeights, PackedOptimizer)) for p in parameters_of(o)]
     return [p for p in bare if p.dtype in HALF_DTYPES and p.requires_grad]
 
 

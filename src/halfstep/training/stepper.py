@@ -472,7 +472,7 @@ class Stepper:
     @property
     def saturated_weights(self) -> int:
         """How many 16-bit weights were clamped to their format's largest value so far. Reads the device."""
-        return int(self._engine.saturated.item())
+        return int(self._engine.saturated.item()) + sum(getattr(o, "saturated_weights", 0) for o in self.optimizers)
 
     @property
     def guarded_bytes(self) -> int:

@@ -1,0 +1,533 @@
+"""An optimizer whose weights are 16-bit, whose step is fp32, and whose state is packed in few bytes.
+
+The subclasses (optimizers.py) bring a rule and its hyperparameters. Here is what they share:
+
+    cast        with a master policy, fp32 weights become 16-bit, and what they lose is kept
+    keep        the whole state exists before the first step (keeping.py)
+    look        nobody has looked at the gradients yet? one read: finite? which norm?
+    step        one turn of an executor for each device: gradient, master and moments are read once and written once
+    count       saturated weights, skipped steps, and on request updates that round to nothing
+
+Nothing of a step is read on the host unless the host is the device.
+
+Whatever somebody else writes into a weight holds (kernels/torch_step.py, ``read_master``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import policy as policies
+from halfstep._compat import has_float64, is_dense, is_host, moved
+from halfstep.errors import PrecisionWarning, SkippedStepWarning, warn
+from halfstep.formats import FP32, HALF_DTYPES
+from halfstep.kernels import storage
+from halfstep.kernels.choose import NAMES, Executor, choose
+from halfstep.kernels.found_inf import any_found_inf
+from halfstep.kernels.gradients import drop_sum, gradient_of
+from halfstep.kernels.inspect import Inspection, inspect
+from halfstep.kernels.overlap import overlap
+from halfstep.kernels.rules import Rule
+from halfstep.kernels.slots import Counts, Slot, Turn, finite
+from halfstep.kernels.storage import Master
+from halfstep.optim import keeping, packed_refusals, packed_state
+from halfstep.optim.keeping import STEP, Keeping
+from halfstep.policy import Policy
+
+_DTYPES = (torch.float32, *HALF_DTYPES)
+_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_: with it a run that moves here keeps its numbers
+
+
+@dataclass(eq=False)
+class Member:
+    """A parameter that is stepped.
+
+    Args:
+        parameter: the model's.
+        number: of the parameter in the optimizer; its random bits depend on it.
+        keeping: its storages.
+        order: of its memory, see :func:`keeping.memory_order`.
+        slot: the parameter as executors see it.
+        place: where it was when the slot was made.
+    """
+
+    parameter: Tensor
+    number: int
+    keeping: Keeping
+    order: tuple[int, ...] | None
+    slot: Slot
+    place: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+
+TorchClass = Callable[..., torch.optim.Optimizer]
+_Row = tuple[int, Member, Tensor, dict[str, Tensor]]  # index of the group, member, gradient, state
+
+
+class PackedOptimizer(torch.optim.Optimizer):
+    """What AdamW, Adam, SGD and Lion share; see there."""
+
+    _step_supports_amp_scaling = True  # torch's GradScaler and ours hand over grad_scale and found_inf
+    rule: Rule
+    torch_class: TorchClass | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        policy: str | Policy | None = None,
+        master: str | None = None,
+        moments: str | None = None,
+        executor: str = "auto",
+        clip_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._cast_dtype, storages = _storages(policy, master, moments)
+        self._says_none = policy is not None and storages["master"] == "none"  # parsing it has warned
+        if executor not in NAMES:
+            choose(torch.device("cpu"), 0, executor)  # says what there is
+        self._wanted_executor, self._executors = executor, dict[torch.device, Executor]()
+        self._clip_norm: float | None = None
+        self.clip_norm = clip_norm
+        self._members: dict[Tensor, Member] = {}
+        self._begin_counting()
+        self._is_building = True
+        super().__init__(params, {**defaults, **storages, "seed": _checked_seed(seed)})
+        self._is_building = False
+        self._take_in(self.param_groups, may_cast=True)
+
+    def _begin_counting(self) -> None:
+        self._is_taken_off = False
+        self._has_warned = False
+        self.count_stalled = False
+        self._totals: dict[str, Tensor] = {}
+        self._stalled: dict[torch.device, Counts] = {}
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; its own ``master`` and ``moments`` may differ from the others'.
+
+        Args:
+            param_group: ``{"params": ..., "lr": ...}``; what is left out has the optimizer's defaults.
+        """
+        self._check_in_use("add_param_group()")
+        super().add_param_group(param_group)
+        if self._is_building:
+            return
+        try:
+            self._take_in(self.param_groups[-1:], may_cast=True)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take_in(self, groups: Iterable[dict[str, Any]], *, may_cast: bool = False) -> None:
+        """Make members of trainable parameters that are none yet. All are checked before the first is changed."""
+        groups = list(groups)
+        for group in groups:
+            self.check_group(group)
+        new = [(group, p) for group in groups for p in group["params"] if p.requires_grad and p not in self._members]
+        if not new:
+            return
+        dtype = self._cast_dtype if may_cast else None
+        for _, p in new:
+            _check_parameter(p, dtype)
+        if overlap(p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            raise packed_refusals.overlap(self)
+        bare = [p for group, p in new if group["master"] == "none" and (p.dtype in HALF_DTYPES or dtype is not None)]
+        if bare and not self._says_none:
+            warn(packed_refusals.bare_text(self, len(bare)), PrecisionWarning)
+        numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        with torch.no_grad():
+            for group, p in new:
+                self._new_member(group, p, numbers[p], dtype)
+        self._executors.clear()
+
+    def _new_member(self, group: dict[str, Any], p: Tensor, number: int, dtype: torch.dtype | None) -> None:
+        value = None
+        if dtype is not None and p.dtype == torch.float32:
+            value = p.data
+            p.data = torch.empty_like(value, dtype=dtype)
+        kept = keeping.keeping_of(p, group, self.rule)
+        state = keeping.new_state(p, kept, value)
+        if value is not None:
+            rest = state[kept.rest_name] if kept.rest_name is not None else None
+            keeping.split_into(p.data, rest, value, kept.master)
+        self.state[p] = state
+        self._members[p] = self._member(p, state, number, kept)
+
+    def _member(self, p: Tensor, state: dict[str, Tensor], number: int, kept: Keeping) -> Member:
+        order = keeping.memory_order(p)
+        slot = keeping.slot_of(p, state, kept, order)
+        return Member(p, number, kept, order, slot, place_of(p), tuple(state.values()))
+
+    def _present(self, p: Tensor) -> Member:
+        """The member of a parameter, with a slot that is where its tensors are now."""
+        member, state = self._members[p], self.state[p]
+        if member.place == place_of(p) and all(a is b for a, b in zip(member.tensors, state.values(), strict=False)):
+            return member
+        packed_state.check_state(p, member, state)
+        self._members[p] = self._member(p, state, member.number, member.keeping)
+        return self._members[p]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; fp32 sums of gradients (``p.fp32_grad``) are dropped too."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                drop_sum(p)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Largest norm of the true gradient of a step; None clips nothing."""
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        if clip_norm is not None and not 0 < float(clip_norm) < math.inf:
+            raise packed_refusals.bad_clip_norm(clip_norm)
+        self._clip_norm = None if clip_norm is None else float(clip_norm)
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient, or none of them.
+
+        A GradScaler or Stepper has looked at the gradients, and says by what they are divided and whether the step is
+        to be taken. Otherwise they are inspected here; if one is inf or NaN nothing is written, and nothing counted.
+
+        Args:
+            closure: evaluates the model and returns the loss; called once.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        self._check_in_use("step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        self._take_in(self.param_groups)
+        rows = self._rows()
+        if not rows:
+            return
+        divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        is_bare = not hasattr(self, "found_inf")
+        found = None
+        if is_bare or self._clip_norm is not None:
+            found = inspect([gradient for _, _, gradient, _ in rows])
+        if is_bare and found is not None:
+            found_inf = any_found_inf(found.found_inf.values(), rows[0][1].parameter.device)
+        if found_inf is not None and is_host(found_inf.device) and found_inf.item() != 0:
+            if is_bare:
+                self._add("skipped", torch.ones((), dtype=torch.int64))
+                self._warn_of_skip(found, rows)
+            return
+        by_device: dict[torch.device, list[_Row]] = {}
+        for row in rows:
+            by_device.setdefault(row[1].parameter.device, []).append(row)
+        for device, on_device in by_device.items():
+            flag = None if found_inf is None or is_host(found_inf.device) else moved(found_inf, device)
+            self._take_turn(device, on_device, self._factor(divisor, found, device), flag)
+        if is_bare and found_inf is not None and not is_host(found_inf.device):
+            self._add("skipped", found_inf.to(torch.int64))
+
+    def _rows(self) -> list[_Row]:
+        rows = []
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                gradient = gradient_of(p)
+                if gradient is None or p not in self._members:
+                    continue
+                member = self._present(p)
+                if gradient.layout != torch.strided or gradient.dtype not in _DTYPES:
+                    raise packed_refusals.bad_gradient(self, p, gradient)
+                gradient = keeping.ordered(gradient.detach(), member.order)
+                rows.append((index, member, gradient.contiguous(), self.state[p]))
+        return rows
+
+    def _factor(self, divisor: Tensor | None, found: Inspection | None, device: torch.device) -> float | Tensor:
+        """What gradients are multiplied by: unscaling and clipping. A number where the host is the device."""
+        if is_host(device):
+            scale = 1.0 if divisor is None else float(divisor)
+            if self._clip_norm is None or found is None:
+                return 1.0 / scale
+            norm = found.total_norm_on_host() / scale
+            return min(1.0, self._clip_norm / (norm + _CLIP_EPS)) / scale
+        scale_there = torch.ones((), device=device) if divisor is None else moved(divisor, device)
+        if self._clip_norm is None or found is None:
+            return scale_there.reciprocal()
+        norm_there = found.total_norm(device) / scale_there
+        return (self._clip_norm / (norm_there + _CLIP_EPS)).clamp(max=1.0) / scale_there
+
+    def _take_turn(self, device: torch.device, rows: list[_Row], factor: float | Tensor, flag: Tensor | None) -> None:
+        constants, keys = self._numbers(device, rows, factor)
+        slots, gradients = [row[1].slot for row in rows], [row[2] for row in rows]
+        turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled)
+        counts = self._executor_of(device).step(turn)
+        steps = [state[STEP] for *_, state in rows]
+        torch._foreach_add_(steps, 1.0 if flag is None else (flag == 0).to(torch.float32))
+        self._add("saturated", counts.saturated)
+        if counts.updated is not None:
+            self._stalled[device] = counts
+
+    def _numbers(self, device: torch.device, rows: list[_Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The constants of a turn, and the keys of its random bits."""
+        tensors = torch.tensor([member.number for _, member, _, _ in rows])
+        seeds = torch.tensor([self.param_groups[index]["seed"] for index, *_ in rows])
+        if is_host(device):
+            steps = [state[STEP].item() + 1.0 for *_, state in rows]
+            known: dict[tuple[int, float], tuple[float, ...]] = {}
+            for (index, *_), step in zip(rows, steps, strict=True):
+                if (index, step) not in known:
+                    known[index, step] = self._numbers_of(index, step, factor)
+            constants = torch.tensor([known[row[0], step] for row, step in zip(rows, steps, strict=True)], dtype=_WIDE)
+            return finite(constants), storage.random_key(seeds, torch.tensor(steps).long(), tensors)
+        wide = _WIDE if has_float64(device) else torch.float32
+        steps_there = torch.stack([state[STEP] for *_, state in rows]).to(wide) + 1.0
+        seeds, tensors = (_sent(numbers, device) for numbers in (seeds, tensors))
+        parts, start = [], 0
+        for index, size in _runs(rows):
+            numbers = self._numbers_of(index, steps_there[start : start + size], factor)
+            columns = [_column(number, size, wide, device) for number in numbers]
+            parts.append(torch.stack(columns, dim=1))
+            start += size
+        constants = torch.cat(parts)
+        return finite(constants), storage.random_key(seeds, steps_there.long(), tensors)
+
+    def _numbers_of(self, index: int, step: Any, factor: Any) -> tuple[Any, ...]:
+        group = self.param_groups[index]
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and not isinstance(step, Tensor):
+            lr = float(lr)
+        elif isinstance(lr, Tensor):
+            lr = moved(lr.detach().reshape(()), step.device).to(step.dtype)
+        sign = -1.0 if group["maximize"] else 1.0
+        return (sign * factor, *self.rule.numbers({**group, "lr": lr}, step))
+
+    def _executor_of(self, device: torch.device) -> Executor:
+        if device not in self._executors:
+            num_elements = sum(p.numel() for p in self._members if p.device == device)
+            self._executors[device] = choose(device, num_elements, self._wanted_executor)
+        return self._executors[device]
+
+    def _warn_of_skip(self, found: Inspection | None, rows: list[_Row]) -> None:
+        if self._has_warned or found is None:
+            return
+        self._has_warned = True
+        place, kind = next(iter(found.faults().items()))
+        warn(packed_refusals.skipped_text(self, rows[place][1].parameter, kind), SkippedStepWarning)
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    @property
+    def executors(self) -> Mapping[torch.device, Executor]:
+        """For each device what runs its steps; ``.reason`` says why."""
+        for p in self._members:
+            self._executor_of(p.device)
+        return dict(self._executors)
+
+    @property
+    def saturated_weights(self) -> int:
+        """How often a weight was made the largest number of its dtype so far. Reads the device."""
+        return self._total("saturated")
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps this optimizer has skipped by itself: not those that a scaler skips. Reads the device."""
+        return self._total("skipped")
+
+    @property
+    def stalled(self) -> float:
+        """Share of updates that rounded to nothing in the last step with ``count_stalled``; NaN without one.
+
+        An update counts if the rule changed the fp32 value of a weight, and as stalled if what is kept of it is what
+        it was before. Reads the device.
+        """
+        updated = sum(int(counts.updated) for counts in self._stalled.values() if counts.updated is not None)
+        stalled = sum(int(counts.stalled) for counts in self._stalled.values() if counts.stalled is not None)
+        return stalled / updated if updated else math.nan
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state: masters or rests, moments, scales and step counters."""
+        return sum(t.numel() * t.element_size() for state in self.state.values() for t in state.values())
+
+    def _add(self, what: str, number: Tensor) -> None:
+        before = self._totals.get(what)
+        self._totals[what] = number if before is None else moved(before, number.device) + number
+
+    def _total(self, what: str) -> int:
+        return int(self._totals[what]) if what in self._totals else 0
+
+    def has_master(self, p: Tensor) -> bool:
+        """Whether the full value of a trainable weight is kept, to the storage's precision."""
+        member = self._members.get(p)
+        return member is not None and (p.dtype not in HALF_DTYPES or member.keeping.master != Master.NONE)
+
+    def full_weight(self, p: Tensor) -> Tensor:
+        """The fp32 value of a parameter, with all that is kept of it; a new tensor of its shape."""
+        if p not in self._members:
+            return p.detach().float().clone()
+        member, name = self._present(p), self._members[p].keeping.rest_name
+        return keeping.master_value(p, None if name is None else self.state[p][name], member.keeping.master)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if a hyperparameter is out of range."""
+        raise NotImplementedError
+
+    def _check_in_use(self, call: str) -> None:
+        if self._is_taken_off:
+            raise packed_refusals.taken_off(call)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: the state of every parameter in its storage, from the first step on."""
+        self._check_in_use("state_dict()")
+        self._take_in(self.param_groups)
+        return packed_state.with_weight_sums(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, lossy: bool = False) -> None:
+        """Continue from a saved state: of these storages, of others, or of torch's optimizer of the same rule.
+
+        A state of the same storages comes back bit for bit. Others are converted: without loss where these storages
+        can hold what was saved, else only on request. All of it is loaded or nothing.
+
+        Args:
+            state_dict: from ``state_dict()``, of this class, of torch's, or of a MasterWeights around torch's.
+            lossy: round what these storages cannot hold.
+
+        Raises:
+            StateError: groups, shapes or names do not fit; a part is missing; storages cannot hold a value; or masters
+                are to be converted and the model's weights are not those that were saved beside them.
+
+        Warns:
+            PrecisionWarning: a plain optimizer kept the state in 16 bits, so that its lower bits are gone.
+        """
+        self._check_in_use("load_state_dict()")
+        self._take_in(self.param_groups)
+        loaded = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = pre_hook(self, loaded) or loaded
+        with torch.no_grad():
+            packed_state.load(self, loaded, lossy=lossy)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def to_torch(self) -> torch.optim.Optimizer:
+        """The way out: turn the 16-bit weights into fp32 ones, and return torch's optimizer of them, with its state.
+
+        The Parameter objects stay the same. Gradients of 16-bit weights are dropped. Frozen parameters keep their
+        dtype. This object cannot be used afterwards.
+
+        Raises:
+            UnsupportedError: torch has no such optimizer (Lion).
+        """
+        self._check_in_use("to_torch()")
+        if self.torch_class is None:
+            raise packed_refusals.no_torch_class(self)
+        with torch.no_grad():
+            optimizer = packed_state.as_torch(self, self.torch_class)
+        self._is_taken_off = True
+        return optimizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (
+            *("defaults", "state", "param_groups", "_cast_dtype"),
+            *("_wanted_executor", "_clip_norm", "_is_taken_off", "_says_none"),
+        )
+        kinds = {p: (member.number, member.keeping) for p, member in self._members.items()}
+        return {**{name: self.__dict__[name] for name in kept}, "kinds": kinds}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        kinds = state.pop("kinds")
+        is_taken_off = state["_is_taken_off"]
+        super().__setstate__(state)
+        self._executors, self._is_building = {}, False
+        self._begin_counting()
+        self._is_taken_off = is_taken_off
+        self._members = {p: self._member(p, self.state[p], *kind) for p, kind in kinds.items()}
+
+
+_WIDE = torch.float64
+
+
+def place_of(p: Tensor) -> tuple[Any, ...]:
+    """Where a parameter's memory is, and how it is laid out."""
+    return int(p.untyped_storage()._cdata), int(p.storage_offset()), p.dtype, p.shape, p.stride()
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def _column(number: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(dtype).expand(size)
+    return torch.full((size,), max(-FP32.largest, min(number, FP32.largest)), dtype=dtype, device=device)
+
+
+def _runs(rows: list[_Row]) -> list[tuple[int, int]]:
+    """Groups in order, and how many rows each has."""
+    runs: list[tuple[int, int]] = []
+    for index, *_ in rows:
+        if runs and runs[-1][0] == index:
+            runs[-1] = (index, runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _check_parameter(p: Tensor, cast_dtype: torch.dtype | None) -> None:
+    if hasattr(p, "device_mesh") or hasattr(p.data, "__tensor_flatten__"):
+        raise packed_refusals.dtensor(p)
+    if p.dtype not in _DTYPES:
+        raise packed_refusals.bad_dtype(p)
+    if cast_dtype is not None and p.dtype in HALF_DTYPES and p.dtype != cast_dtype:
+        raise packed_refusals.another_16_bit_dtype(cast_dtype, p)
+    if cast_dtype is not None and p.dtype == torch.float32 and p.grad is not None:
+        raise packed_refusals.gradients_present(cast_dtype)
+    if not is_dense(p):
+        raise packed_refusals.not_dense(p)
+
+
+def _checked_seed(seed: Any) -> int:
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise packed_refusals.bad_seed(seed)
+    return seed
+
+
+def _storages(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | None, dict[str, str]]:
+    """The dtype that fp32 weights are cast to, and the names of the storages."""
+    for name, given, known in (("master", master, keeping.MASTERS), ("moments", moments, keeping.MOMENTS)):
+        if given is not None and given not in known:
+            raise packed_refusals.unknown_storage(name, given, known)
+    cast_dtype, of_policy = None, {"master": "split", "moments": "fp32"}
+    if policy is not None:
+        parsed = Policy.parse(policy)
+        if parsed.param_dtype not in HALF_DTYPES:
+            raise packed_refusals.no_master_policy(parsed)
+        cast_dtype = parsed.param_dtype
+        is_free = parsed.master is policies.Master.FP32 and master != "none"  # of how the full value is kept
+        if master is not None and master != parsed.master.value and not is_free:
+            raise packed_refusals.two_storages(parsed, "master", master)
+        if moments is not None and parsed.moments not in (policies.Moments.FP32, policies.Moments(moments)):
+            raise packed_refusals.two_storages(parsed, "moments", moments)
+        # split holds every bit of an fp32 master, in half of its bytes
+        kept = "split" if parsed.master is policies.Master.FP32 else parsed.master.value
+        of_policy = {"master": kept, "moments": parsed.moments.value}
+    return cast_dtype, {"master": master or of_policy["master"], "moments": moments or of_policy["moments"]}
