@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from halfstep.optim.optimizers import Adam as Adam
     from halfstep.optim.optimizers import AdamW as AdamW
     from halfstep.optim.optimizers import Lion as Lion
+    from halfstep.optim.release import release_gradients as release_gradients
 
 _PUBLIC = dict.fromkeys(("Adam", "AdamW", "Lion", "SGD"), "halfstep.optim.optimizers")
+_PUBLIC["release_gradients"] = "halfstep.optim.release"
 
 __all__ = sorted(_PUBLIC)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels import storage, torch_step
-from halfstep.kernels.rounding import round_into
+from halfstep.kernels.rounding import round_into, rounded
 from halfstep.kernels.rules import Rule
 from halfstep.kernels.slots import Kept, Slot
 from halfstep.kernels.storage import GROUP, Master, Moment
@@ -40,11 +40,13 @@ class Keeping:
         master: of the weight.
         moment: of every moment.
         names: of the moments, in the order of the rule's arguments.
+        asked: the group's words for both storages.
     """
 
     master: Master
     moment: Moment
     names: tuple[str, ...]
+    asked: tuple[str, str]
 
     @property
     def rest_name(self) -> str | None:
@@ -65,7 +67,7 @@ def keeping_of(p: Tensor, group: Mapping[str, Any], rule: Rule) -> Keeping:
     moment = MOMENTS[group["moments"]]
     if moment == Moment.INT8 and not _has_rows(p):
         moment = Moment.BF16
-    return Keeping(master, moment if names else Moment.NONE, names)
+    return Keeping(master, moment if names else Moment.NONE, names, (group["master"], group["moments"]))
 
 
 def _has_rows(p: Tensor) -> bool:
@@ -176,6 +178,6 @@ def moment_value(values: Tensor, scales: Tensor | None, which: int) -> Tensor:
 def packed_moment(value: Tensor, kind: Moment, which: int) -> dict[str, Tensor]:
     """An fp32 moment in a storage, rounded to nearest: ``{"": values, "_scales": scales}``."""
     if kind != Moment.INT8:
-        return {"": value.to(DTYPES[kind])}
+        return {"": value if kind == Moment.FP32 else rounded(value, torch.bfloat16)}
     codes, scales = torch_step.encoded(value, which, None)
     return {"": codes, SCALES: scales}

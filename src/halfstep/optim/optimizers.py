@@ -14,12 +14,15 @@ Sources: see kernels/rules.py for the rules, kernels/storage.py for the storages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from halfstep._compat import is_host
 from halfstep.kernels import rules
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.packed import PackedOptimizer, TorchClass
@@ -88,7 +91,7 @@ class Adam(PackedOptimizer):
         """Raise if a hyperparameter is out of range."""
         _check_common(self, group)
         _check_betas(self, group["betas"])
-        if not 0.0 <= group["eps"] < float("inf"):
+        if not _is_from_0_on(group["eps"]):
             raise refusals.bad_number(self, "eps", group["eps"], "it is added to a root, and is at least 0")
         if group["amsgrad"]:
             raise refusals.amsgrad(self)
@@ -150,6 +153,7 @@ class AdamW(Adam):
     """
 
     torch_class: TorchClass | None = torch.optim.AdamW
+    fixed_options: Mapping[str, Any] = {"decoupled_weight_decay": True}  # as in torch: Adam's state makes no Adam of it
 
     def __init__(
         self,
@@ -225,8 +229,10 @@ class SGD(PackedOptimizer):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyperparameter is out of range."""
         _check_common(self, group)
-        if not 0.0 <= group["momentum"] < float("inf"):
+        if not _is_from_0_on(group["momentum"]):
             raise refusals.bad_number(self, "momentum", group["momentum"], "it is the share of the past, at least 0")
+        if not _is_number(group["dampening"]):
+            raise refusals.bad_number(self, "dampening", group["dampening"], "it is a finite number")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise refusals.bad_number(self, "nesterov", True, "it needs momentum, and no dampening")
 
@@ -267,19 +273,29 @@ class Lion(PackedOptimizer):
         _check_betas(self, group["betas"])
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_from_0_on(value: Any) -> bool:
+    return _is_number(value) and value >= 0.0
+
+
 def _check_common(optimizer: PackedOptimizer, group: Mapping[str, Any]) -> None:
     lr, decay = group["lr"], group["weight_decay"]
-    if isinstance(lr, Tensor):  # its value may be on its way
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise refusals.bad_number(optimizer, "lr", lr, "as a tensor it has one floating element")
-    elif not 0.0 <= lr < float("inf"):
+    if isinstance(lr, Tensor) and (lr.numel() != 1 or not lr.is_floating_point()):
+        raise refusals.bad_number(optimizer, "lr", lr, "as a tensor it has one floating element")
+    is_on_host = type(lr) is Tensor and is_host(lr.device)
+    lr = lr.item() if is_on_host else lr  # elsewhere its value may be on its way
+    if not isinstance(lr, Tensor) and not _is_from_0_on(lr):
         raise refusals.bad_number(optimizer, "lr", lr, "a learning rate is finite and not negative")
-    if not 0.0 <= decay < float("inf"):
+    if not _is_from_0_on(decay):
         raise refusals.bad_number(optimizer, "weight_decay", decay, "it is a share of the weight, and not negative")
     if group.get("differentiable"):
         raise refusals.differentiable(optimizer)
 
 
 def _check_betas(optimizer: PackedOptimizer, betas: Any) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not is_pair or not all(_is_from_0_on(beta) and beta < 1.0 for beta in betas):
         raise refusals.bad_number(optimizer, "betas", betas, "they are two numbers in [0, 1)")

@@ -33,8 +33,8 @@ from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.kernels.overlap import overlap
-from halfstep.kernels.rules import Rule
-from halfstep.kernels.slots import Counts, Slot, Turn, finite
+from halfstep.kernels.rules import SGD, Rule
+from halfstep.kernels.slots import Slot, Turn, finite
 from halfstep.kernels.storage import Master
 from halfstep.optim import keeping, packed_refusals, packed_state
 from halfstep.optim.keeping import STEP, Keeping
@@ -76,6 +76,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # torch's GradScaler and ours hand over grad_scale and found_inf
     rule: Rule
     torch_class: TorchClass | None = None
+    fixed_options: Mapping[str, Any] = {}  # of every group, whatever a saved state says
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._has_warned = False
         self.count_stalled = False
         self._totals: dict[str, Tensor] = {}
-        self._stalled: dict[torch.device, Counts] = {}
+        self._stalled: dict[torch.device, Tensor] = {}
+        self.is_released = False  # gradients are used by a GradientRelease, as soon as they exist
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -132,14 +134,18 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Make members of trainable parameters that are none yet. All are checked before the first is changed."""
         groups = list(groups)
         for group in groups:
-            self.check_group(group)
+            self.check_options(group)
+        self._begin_momentum(groups)
         new = [(group, p) for group in groups for p in group["params"] if p.requires_grad and p not in self._members]
         if not new:
             return
         dtype = self._cast_dtype if may_cast else None
         for _, p in new:
             _check_parameter(p, dtype)
-        if overlap(p for group in self.param_groups for p in group["params"] if p.requires_grad):
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if len(set(trained)) < len(trained):
+            raise packed_refusals.listed_twice(self)
+        if overlap(trained):
             raise packed_refusals.overlap(self)
         bare = [p for group, p in new if group["master"] == "none" and (p.dtype in HALF_DTYPES or dtype is not None)]
         if bare and not self._says_none:
@@ -149,6 +155,20 @@ class PackedOptimizer(torch.optim.Optimizer):
             for group, p in new:
                 self._new_member(group, p, numbers[p], dtype)
         self._executors.clear()
+
+    def _begin_momentum(self, groups: Iterable[dict[str, Any]]) -> None:
+        """SGD's momentum may begin at any step: OneCycleLR sets it in groups that were built without."""
+        late = [
+            (group, p)
+            for group in groups
+            if self.rule is SGD and group["momentum"]
+            for p in group["params"]
+            if p in self._members and not self._members[p].keeping.names
+        ]
+        for group, p in late:
+            member, kept = self._present(p), keeping.keeping_of(p, group, self.rule)
+            self.state[p] = {**keeping.new_state(p, kept), **self.state[p]}
+            self._members[p] = self._member(p, self.state[p], member.number, kept)
 
     def _new_member(self, group: dict[str, Any], p: Tensor, number: int, dtype: torch.dtype | None) -> None:
         value = None
@@ -171,11 +191,18 @@ class PackedOptimizer(torch.optim.Optimizer):
     def _present(self, p: Tensor) -> Member:
         """The member of a parameter, with a slot that is where its tensors are now."""
         member, state = self._members[p], self.state[p]
-        if member.place == place_of(p) and all(a is b for a, b in zip(member.tensors, state.values(), strict=False)):
+        is_whole = len(state) >= len(member.tensors)  # others may have put something of their own beside it
+        are_same = all(a is b for a, b in zip(member.tensors, state.values(), strict=False))
+        if is_whole and are_same and member.place == place_of(p):
             return member
         packed_state.check_state(p, member, state)
         self._members[p] = self._member(p, state, member.number, member.keeping)
         return self._members[p]
+
+    def _check_members(self) -> None:
+        """Raise if a parameter or its state is not what it was."""
+        for p in self._members:
+            self._present(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; fp32 sums of gradients (``p.fp32_grad``) are dropped too."""
@@ -191,7 +218,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
-        if clip_norm is not None and not 0 < float(clip_norm) < math.inf:
+        is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+        if clip_norm is not None and not (is_number and 0 < clip_norm < math.inf):
             raise packed_refusals.bad_clip_norm(clip_norm)
         self._clip_norm = None if clip_norm is None else float(clip_norm)
 
@@ -210,6 +238,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         self._check_in_use("step()")
+        if self.is_released:
+            raise packed_refusals.released(self, "step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -219,6 +249,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        self.begin_counting_stalled()
         self._take_in(self.param_groups)
         rows = self._rows()
         if not rows:
@@ -245,18 +276,37 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._add("skipped", found_inf.to(torch.int64))
 
     def _rows(self) -> list[_Row]:
-        rows = []
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                gradient = gradient_of(p)
-                if gradient is None or p not in self._members:
-                    continue
-                member = self._present(p)
-                if gradient.layout != torch.strided or gradient.dtype not in _DTYPES:
-                    raise packed_refusals.bad_gradient(self, p, gradient)
-                gradient = keeping.ordered(gradient.detach(), member.order)
-                rows.append((index, member, gradient.contiguous(), self.state[p]))
-        return rows
+        places = ((index, p) for index, group in enumerate(self.param_groups) for p in group["params"])
+        found = ((index, p, gradient_of(p)) for index, p in places if p in self._members)
+        return [self._row(index, p, gradient) for index, p, gradient in found if gradient is not None]
+
+    def _row(self, index: int, p: Tensor, gradient: Tensor) -> _Row:
+        member, group = self._present(p), self.param_groups[index]
+        if member.keeping.asked != (group["master"], group["moments"]):
+            raise packed_refusals.other_storages(member.keeping.asked, (group["master"], group["moments"]))
+        if gradient.layout != torch.strided or gradient.dtype not in _DTYPES:
+            raise packed_refusals.bad_gradient(self, p, gradient)
+        if gradient.shape != p.shape or gradient.device != p.device:
+            raise packed_refusals.gradient_of_another(p, gradient)
+        return index, member, keeping.ordered(gradient.detach(), member.order).contiguous(), self.state[p]
+
+    @torch.no_grad()
+    def step_alone(self, index: int, p: Tensor, gradient: Tensor, factor: float | Tensor, flag: Tensor | None) -> None:
+        """Step one parameter: what a GradientRelease does as soon as a gradient exists.
+
+        Args:
+            index: of its group.
+            p: a trainable parameter of this optimizer.
+            gradient: its own.
+            factor: what it is multiplied by.
+            flag: 0-dim, on its device; where it is not 0 nothing is written. None if the step is to be taken.
+        """
+        self._take_turn(p.device, [self._row(index, p, gradient)], factor, flag)
+
+    def begin_counting_stalled(self) -> None:
+        """The next turns are one step to the meter."""
+        if self.count_stalled:
+            self._stalled.clear()
 
     def _factor(self, divisor: Tensor | None, found: Inspection | None, device: torch.device) -> float | Tensor:
         """What gradients are multiplied by: unscaling and clipping. A number where the host is the device."""
@@ -274,14 +324,20 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _take_turn(self, device: torch.device, rows: list[_Row], factor: float | Tensor, flag: Tensor | None) -> None:
         constants, keys = self._numbers(device, rows, factor)
+        if not is_host(device) and any(isinstance(self.param_groups[row[0]]["lr"], Tensor) for row in rows):
+            # The host has not seen the learning rate: as NaN it would be in every weight.
+            is_nan = constants.isnan().any()
+            flag = is_nan.float() if flag is None else (is_nan | (flag != 0)).float()
+            self._add("skipped", is_nan.to(torch.int64))
         slots, gradients = [row[1].slot for row in rows], [row[2] for row in rows]
         turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled)
         counts = self._executor_of(device).step(turn)
         steps = [state[STEP] for *_, state in rows]
         torch._foreach_add_(steps, 1.0 if flag is None else (flag == 0).to(torch.float32))
         self._add("saturated", counts.saturated)
-        if counts.updated is not None:
-            self._stalled[device] = counts
+        if counts.updated is not None and counts.stalled is not None:
+            pair = torch.stack([counts.updated, counts.stalled])
+            self._stalled[device] = self._stalled[device] + pair if device in self._stalled else pair
 
     def _numbers(self, device: torch.device, rows: list[_Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
         """The constants of a turn, and the keys of its random bits."""
@@ -289,11 +345,15 @@ class PackedOptimizer(torch.optim.Optimizer):
         seeds = torch.tensor([self.param_groups[index]["seed"] for index, *_ in rows])
         if is_host(device):
             steps = [state[STEP].item() + 1.0 for *_, state in rows]
+            if not all(step >= 1.0 for step in steps):
+                raise packed_refusals.bad_step_counter(steps)
             known: dict[tuple[int, float], tuple[float, ...]] = {}
             for (index, *_), step in zip(rows, steps, strict=True):
                 if (index, step) not in known:
                     known[index, step] = self._numbers_of(index, step, factor)
             constants = torch.tensor([known[row[0], step] for row, step in zip(rows, steps, strict=True)], dtype=_WIDE)
+            if bool(constants.isnan().any()):
+                raise packed_refusals.not_a_number(self)
             return finite(constants), storage.random_key(seeds, torch.tensor(steps).long(), tensors)
         wide = _WIDE if has_float64(device) else torch.float32
         steps_there = torch.stack([state[STEP] for *_, state in rows]).to(wide) + 1.0
@@ -356,9 +416,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         An update counts if the rule changed the fp32 value of a weight, and as stalled if what is kept of it is what
         it was before. Reads the device.
         """
-        updated = sum(int(counts.updated) for counts in self._stalled.values() if counts.updated is not None)
-        stalled = sum(int(counts.stalled) for counts in self._stalled.values() if counts.stalled is not None)
+        pairs = [pair.tolist() for pair in self._stalled.values()]
+        updated, stalled = (sum(pair[which] for pair in pairs) for which in (0, 1))
         return stalled / updated if updated else math.nan
+
+    @property
+    def stall_counts(self) -> list[Tensor]:
+        """For each device how many weights the last counted step updated, and how many of these stalled: int64 [2]."""
+        return list(self._stalled.values())
 
     @property
     def num_bytes(self) -> int:
@@ -388,6 +453,16 @@ class PackedOptimizer(torch.optim.Optimizer):
         """Raise ArgumentError if a hyperparameter is out of range."""
         raise NotImplementedError
 
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """The same, and if it names storages that there are not, or what only the whole optimizer can have."""
+        self.check_group(group)
+        for name in _STORAGES:
+            _check_storage(name, group[name])
+        _checked_seed(group["seed"])
+        for name in _OF_ALL:
+            if name in group:
+                raise packed_refusals.option_of_all(self, name)
+
     def _check_in_use(self, call: str) -> None:
         if self._is_taken_off:
             raise packed_refusals.taken_off(call)
@@ -398,6 +473,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         """As in torch: the state of every parameter in its storage, from the first step on."""
         self._check_in_use("state_dict()")
         self._take_in(self.param_groups)
+        self._check_members()
         return packed_state.with_weight_sums(self, super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, lossy: bool = False) -> None:
@@ -419,7 +495,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         self._check_in_use("load_state_dict()")
         self._take_in(self.param_groups)
-        loaded = dict(state_dict)
+        self._check_members()
+        loaded = packed_state.checked(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
         with torch.no_grad():
@@ -439,12 +516,16 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._check_in_use("to_torch()")
         if self.torch_class is None:
             raise packed_refusals.no_torch_class(self)
+        self._take_in(self.param_groups)
+        self._check_members()
         with torch.no_grad():
             optimizer = packed_state.as_torch(self, self.torch_class)
         self._is_taken_off = True
         return optimizer
 
     def __getstate__(self) -> dict[str, Any]:
+        if not self._is_taken_off:
+            self._check_members()
         kept = (
             *("defaults", "state", "param_groups", "_cast_dtype"),
             *("_wanted_executor", "_clip_norm", "_is_taken_off", "_says_none"),
@@ -460,10 +541,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._executors, self._is_building = {}, False
         self._begin_counting()
         self._is_taken_off = is_taken_off
-        self._members = {p: self._member(p, self.state[p], *kind) for p, kind in kinds.items()}
+        self._members = {}
+        if not is_taken_off:
+            self._members = {p: self._member(p, self.state[p], *kind) for p, kind in kinds.items()}
 
 
 _WIDE = torch.float64
+_STORAGES: dict[str, Iterable[str]] = {"master": keeping.MASTERS, "moments": keeping.MOMENTS}
+_OF_ALL = ("policy", "executor", "clip_norm")  # options that no group has for itself
 
 
 def place_of(p: Tensor) -> tuple[Any, ...]:
@@ -505,17 +590,22 @@ def _check_parameter(p: Tensor, cast_dtype: torch.dtype | None) -> None:
         raise packed_refusals.not_dense(p)
 
 
+def _check_storage(name: str, given: Any) -> None:
+    if not isinstance(given, str) or given not in _STORAGES[name]:
+        raise packed_refusals.unknown_storage(name, given, _STORAGES[name])
+
+
 def _checked_seed(seed: Any) -> int:
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise packed_refusals.bad_seed(seed)
     return seed
 
 
 def _storages(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | None, dict[str, str]]:
     """The dtype that fp32 weights are cast to, and the names of the storages."""
-    for name, given, known in (("master", master, keeping.MASTERS), ("moments", moments, keeping.MOMENTS)):
-        if given is not None and given not in known:
-            raise packed_refusals.unknown_storage(name, given, known)
+    for name, given in (("master", master), ("moments", moments)):
+        if given is not None:
+            _check_storage(name, given)
     cast_dtype, of_policy = None, {"master": "split", "moments": "fp32"}
     if policy is not None:
         parsed = Policy.parse(policy)

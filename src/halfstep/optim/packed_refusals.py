@@ -139,6 +139,26 @@ def overlap(optimizer: object) -> UnsupportedError:
     )
 
 
+def listed_twice(optimizer: object) -> ArgumentError:
+    """The same parameter in two places."""
+    return ArgumentError(
+        asked=f"{_named(optimizer)} with a parameter that is listed twice",
+        true="tied weights are one parameter, and model.parameters() lists it once",
+        why="it would be stepped twice with one gradient, and have one state for both",
+        fix="list every parameter once",
+    )
+
+
+def option_of_all(optimizer: object, name: str) -> ArgumentError:
+    """An option of the constructor in a group."""
+    return ArgumentError(
+        asked=f"{name} in a parameter group of {_named(optimizer)}",
+        true="it is said once, to the constructor, and holds for all groups; a group has master, moments and seed",
+        why="in a group it would have no effect",
+        fix=f"pass {name} to {_named(optimizer)}, or build another optimizer for these parameters",
+    )
+
+
 def another_16_bit_dtype(wanted: torch.dtype, p: Tensor) -> ArgumentError:
     """Part of the weights are 16-bit already, in another dtype."""
     return ArgumentError(
@@ -189,6 +209,46 @@ def bad_gradient(optimizer: object, p: Tensor, gradient: Tensor) -> UnsupportedE
     )
 
 
+def gradient_of_another(p: Tensor, gradient: Tensor) -> CallOrderError:
+    """A sum of gradients that was made for something else."""
+    return CallOrderError(
+        asked=f"a step of a parameter of shape {list(p.shape)} on {p.device}",
+        true=f"its gradient has shape {list(gradient.shape)} and is on {gradient.device}",
+        why="it is the gradient of something else",
+        fix="set gradients to None when parameters change: optimizer.zero_grad()",
+    )
+
+
+def not_a_number(optimizer: object) -> ArgumentError:
+    """A learning rate as a tensor, or a scale, that is NaN."""
+    return ArgumentError(
+        asked=f"a step of {_named(optimizer)} with a learning rate, an option or a scale that is NaN",
+        true="every weight is multiplied by them",
+        why="every weight would be NaN",
+        fix="print optimizer.param_groups, and look for what computes the NaN",
+    )
+
+
+def other_storages(was: tuple[str, str], now: tuple[str, str]) -> CallOrderError:
+    """A group's storages were changed by hand."""
+    return CallOrderError(
+        asked=f"a step with master={now[0]!r}, moments={now[1]!r} in a group",
+        true=f"its state was made with master={was[0]!r}, moments={was[1]!r}",
+        why="a state is made once: the change would have no effect",
+        fix="build an optimizer with the new storages, and load this one's state_dict() into it",
+    )
+
+
+def bad_step_counter(steps: list[float]) -> StateError:
+    """Somebody wrote into a step counter."""
+    return StateError(
+        asked="a step",
+        true=f"a step counter is {next(step for step in steps if not step >= 1.0) - 1.0:g}",
+        why="it counts the steps that were taken, and the rule's constants depend on it",
+        fix="write a number from 0 on into optimizer.state[p]['step'], or use load_state_dict()",
+    )
+
+
 def changed(p: Tensor, was: str, now: str) -> CallOrderError:
     """model.half(), model.cuda() or model.to(memory_format=...) came too late."""
     return CallOrderError(
@@ -204,6 +264,117 @@ def skipped_text(optimizer: object, p: Tensor, kind: str) -> str:
     return (
         f"{_named(optimizer)} skipped a step: the gradient of a parameter of shape {list(p.shape)} is {kind}. Nothing"
         " was written. This is said once; optimizer.skipped_steps counts them, and halfstep.Stepper names the culprit."
+    )
+
+
+def released(optimizer: object, call: str) -> CallOrderError:
+    """Two who would use the gradients."""
+    return CallOrderError(
+        asked=f"{call} of {_named(optimizer)}, whose gradients are released",
+        true="release.backward(loss) has used each gradient as soon as it existed, and freed it",
+        why="there is nothing left to step with",
+        fix="leave it out; release.remove() brings the ordinary step back",
+    )
+
+
+def not_packed(optimizer: object) -> UnsupportedError:
+    """Its step goes over all parameters."""
+    return UnsupportedError(
+        asked=f"release_gradients(model, {_named(optimizer)})",
+        true="its step goes over all of its parameters at once",
+        why="a released gradient is used before the others exist",
+        fix="use an optimizer of halfstep.optim",
+    )
+
+
+def release_of_replicas(model: object) -> UnsupportedError:
+    """DDP and FSDP average gradients after the hook."""
+    return UnsupportedError(
+        asked=f"release_gradients({_named(model)}, ...)",
+        true="it averages gradients over ranks when they are complete",
+        why="a released gradient would be used before the other ranks' parts have arrived",
+        fix="release gradients in one process, or keep them and step as ever",
+    )
+
+
+def release_of_fp16(p: Tensor) -> UnsupportedError:
+    """fp16 needs loss scaling, and loss scaling needs to see all gradients."""
+    return UnsupportedError(
+        asked=f"release_gradients() with an fp16 parameter of shape {list(p.shape)}",
+        true="fp16 gradients need loss scaling, and a scale is lowered after a look at all of them",
+        why="the first ones have been used and are gone when the last one overflows",
+        fix="use bf16 weights, which need no scaling",
+    )
+
+
+def release_twice(optimizer: object) -> CallOrderError:
+    """Gradients can be used once."""
+    return CallOrderError(
+        asked=f"release_gradients(model, {_named(optimizer)})",
+        true="its gradients are released already",
+        why="each gradient can be used once",
+        fix="keep what release_gradients returned, or call its remove() first",
+    )
+
+
+def optimizer_clips(optimizer: object) -> ArgumentError:
+    """The norm of all gradients is never known in time."""
+    return ArgumentError(
+        asked=f"release_gradients(model, {_named(optimizer)}(clip_norm=...))",
+        true="the norm of all gradients is known when the first ones have been used",
+        why="the optimizer could not clip by it",
+        fix='pass release_gradients(..., clip_norm=1.0, clip_by="parameter") or "previous", and leave it out there',
+    )
+
+
+def bad_clip_by(value: object) -> ArgumentError:
+    """By which norm a released gradient is clipped."""
+    return ArgumentError(
+        asked=f"clip_by={value!r}",
+        true='a released gradient is clipped by its own norm ("parameter") or by that of the step before ("previous")',
+        why="the norm of this step is not known in time",
+        fix='pass "parameter" or "previous"',
+    )
+
+
+def gradients_left(optimizer: object) -> CallOrderError:
+    """A window of several micro-batches."""
+    return CallOrderError(
+        asked="release.backward(loss) while parameters have gradients",
+        true=f"parameters of {_named(optimizer)} hold gradients that nobody has used",
+        why="released gradients cannot be summed over micro-batches: each is used at once",
+        fix="call optimizer.zero_grad() first; windows of several micro-batches need an ordinary step",
+    )
+
+
+def foreign_backward(p: Tensor) -> CallOrderError:
+    """loss.backward() instead of release.backward(loss)."""
+    return CallOrderError(
+        asked=f"backward() of a loss with a released parameter of shape {list(p.shape)}",
+        true="its gradient is complete, and nobody has said whether the loss is finite",
+        why="it would be used without a look at the loss, or stay in memory",
+        fix="call release.backward(loss), or release.remove() to go back to ordinary steps",
+    )
+
+
+def used_twice(p: Tensor) -> UnsupportedError:
+    """Reentrant checkpointing brings a gradient in parts."""
+    return UnsupportedError(
+        asked=f"release.backward(loss) with a parameter of shape {list(p.shape)}",
+        true="its gradient came in two parts: reentrant checkpointing, or a loss inside a loss",
+        why="the first part has been used for a step of its own",
+        fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); the weights have moved by half a step",
+    )
+
+
+def bad_loss(loss: object) -> ArgumentError:
+    """Nothing to go back from."""
+    found = f"shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    return ArgumentError(
+        asked=f"release.backward() of {found}",
+        true="a loss is one floating number with a graph",
+        why="there is nothing to take gradients of",
+        fix="pass the mean or the sum of the losses",
     )
 
 
@@ -260,5 +431,5 @@ def bad_value(p: Tensor, name: str, value: Any) -> StateError:
         asked="a step after the state was changed by hand",
         true=f"{name} of a parameter of shape {list(p.shape)}, {p.dtype}, is {found} now",
         why="the storage needs the dtype, shape, strides and device that it was made with",
-        fix="write into the tensors that are there, or use load_state_dict()",
+        fix="write into the tensors that are there, or build the optimizer anew and use load_state_dict()",
     )

@@ -1,8 +1,8 @@
 """The state of a packed optimizer: saved, checked, loaded whole or not at all, converted between storages.
 
 A saved state is that of ``torch.optim.Optimizer.state_dict``: tensors in their storages, and in each group the names of
-the storages. Beside a rest lies the sum of the weights that it belongs to: in other storages the full value has to be
-put together from both, and the model may not have been loaded yet.
+the storages. Beside it lie the dtype of a 16-bit weight, and the sum of its bits: in other storages the full value has
+to be put together from weight and rest, and the model may not have been loaded yet.
 
 Everything is converted and checked before anything is written. What has the same storage is copied, bit for bit.
 """
@@ -10,6 +10,7 @@ Everything is converted and checked before anything is written. What has the sam
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.rounding import rounded
-from halfstep.kernels.storage import Master
+from halfstep.kernels.storage import Master, Moment
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.keeping import MASTER, REST, SCALES, STEP
@@ -28,22 +29,24 @@ from halfstep.optim.packed_refusals import bad_state
 if TYPE_CHECKING:
     from halfstep.optim.packed import Member, PackedOptimizer
 
-WEIGHT_SUM = "weight_sum"
+WEIGHT_SUM, WEIGHT_DTYPE = "weight_sum", "weight_dtype"  # the dtype is that of a 0-dim tensor
 _OWN_OPTIONS = ("master", "moments")  # of a group: the storages stay what they are
+_NOT_LOADED = ("params", "state_names", *_OWN_OPTIONS)  # state_names: MasterWeights' own
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
 def with_weight_sums(optimizer: PackedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Note beside each rest which weights it belongs to."""
+    """Note beside the state of each 16-bit weight which weight it belongs to."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for key, p in zip(
         (key for group in state_dict["param_groups"] for key in group["params"]), parameters, strict=True
     ):
         state = state_dict["state"].get(key)
-        if state is not None and REST in state:
-            state_dict["state"][key] = {**state, WEIGHT_SUM: _weight_sum(p)}
+        if state is not None and p.dtype in HALF_DTYPES:
+            dtype = torch.zeros((), dtype=p.dtype, device=p.device)
+            state_dict["state"][key] = {**state, WEIGHT_SUM: _weight_sum(p), WEIGHT_DTYPE: dtype}
     return state_dict
 
 
@@ -75,6 +78,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
+def checked(state_dict: Any) -> dict[str, Any]:
+    """A saved state, as far as it can be seen at once that it is one."""
+    if not isinstance(state_dict, Mapping):
+        raise bad_state(f"it is of type {type(state_dict).__name__}", "a state is a dict with state and param_groups")
+    return dict(state_dict)
+
+
 def load(optimizer: PackedOptimizer, state_dict: Mapping[str, Any], *, lossy: bool) -> None:
     """Continue from a saved state, or raise StateError and change nothing."""
     groups, keys = _matched(optimizer, state_dict)
@@ -82,11 +92,11 @@ def load(optimizer: PackedOptimizer, state_dict: Mapping[str, Any], *, lossy: bo
     for key, p in keys.items():
         plan.add(p, state_dict["state"].get(key))
     options = [
-        {name: copy.deepcopy(value) for name, value in saved.items() if name not in ("params", *_OWN_OPTIONS)}
-        for saved in groups
+        {name: copy.deepcopy(value) for name, value in saved.items() if name not in _NOT_LOADED} for saved in groups
     ]
     for own, saved in zip(optimizer.param_groups, options, strict=True):
-        optimizer.check_group({**own, **saved})
+        saved.update(optimizer.fixed_options)
+        optimizer.check_options({**own, **saved})
     # Nothing can fail from here on.
     for target, value in plan.writes:
         if not target.is_set_to(value):
@@ -110,6 +120,9 @@ def _matched(
         found = ", ".join(map(str, state_dict)) or "none"
         raise bad_state(f"its keys are {found}", "a state has state and param_groups")
     saved, own = state_dict["param_groups"], optimizer.param_groups
+    are_groups = isinstance(saved, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in saved)
+    if not are_groups or not isinstance(state_dict["state"], Mapping):
+        raise bad_state("its state is no dict, or its param_groups no list of groups with params", "a state has both")
     sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, own))
     if sizes != own_sizes:
         raise bad_state(
@@ -132,6 +145,8 @@ class _Plan:
     def add(self, p: Tensor, saved: Any) -> None:
         """Plan the state of one parameter."""
         member, own = self._optimizer._members.get(p), self._optimizer.state.get(p)
+        if not isinstance(saved or {}, Mapping):
+            raise bad_state(f"the state of a parameter is of type {type(saved).__name__}", "it is a dict of tensors")
         saved = {name: v for name, v in dict(saved or {}).items() if v is not None}
         if member is None or own is None:
             if saved:
@@ -142,12 +157,15 @@ class _Plan:
                 )
             return
         names = member.keeping.names
-        known = {STEP, MASTER, REST, WEIGHT_SUM, "momentum_begun", *names, *(name + SCALES for name in names)}
+        scales = [name + SCALES for name in names]
+        known = {STEP, MASTER, REST, WEIGHT_SUM, WEIGHT_DTYPE, "momentum_begun", *names, *scales}
         if unknown := sorted(set(saved) - known):
             raise bad_state(
                 f"it has {', '.join(unknown)} for a parameter of shape {list(p.shape)}",
                 f"{type(self._optimizer).__name__} keeps {', '.join(names) or 'no moment'}",
             )
+        for name in saved.keys() - {STEP, "momentum_begun"}:
+            _check_tensor(p, name, saved[name])
         self._add_step(own, saved, names)
         for which, name in enumerate(names):
             self._add_moment(p, own, saved, which, name)
@@ -155,34 +173,28 @@ class _Plan:
 
     def _add_step(self, own: Mapping[str, Tensor], saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
         has_begun = any(name in saved for name in names) and bool(saved.get("momentum_begun", 1.0))
-        step = torch.as_tensor(saved.get(STEP, float(has_begun)), dtype=torch.float32)  # torch's SGD keeps none
-        if step.numel() != 1 or not bool(step.isfinite()) or bool(step < 0):
-            raise bad_state(f"a step counter is {saved[STEP]}", "it counts steps")
+        number = saved.get(STEP, float(has_begun))  # torch's SGD keeps none
+        is_one = isinstance(number, (int, float)) or (isinstance(number, Tensor) and number.numel() == 1)
+        if not is_one or not 0 <= float(number) < math.inf:
+            raise bad_state(f"a step counter is {number!r}", "it counts steps")
+        step = torch.as_tensor(number, dtype=torch.float32)
         self.writes.append((own[STEP], step.reshape(())))
 
     def _add_moment(
         self, p: Tensor, own: Mapping[str, Tensor], saved: Mapping[str, Any], which: int, name: str
     ) -> None:
         if name not in saved:
-            if saved.get(STEP) is not None and float(saved[STEP]) > 0:
+            if float(saved.get(STEP, 0.0)) > 0:
                 raise bad_state(f"{name} of a parameter of shape {list(p.shape)} is missing", "it cannot be made up")
             self.writes += [(own[part], torch.zeros_like(own[part])) for part in (name, name + SCALES) if part in own]
             return
         values, scales = saved[name], saved.get(name + SCALES)
-        if not isinstance(values, Tensor) or values.shape != p.shape:
-            raise bad_state(
-                f"{name} has shape {list(getattr(values, 'shape', []))}, and belongs to one of shape {list(p.shape)}",
-                "it is the state of another model, or of the same one in another order",
-            )
-        if (values.dtype == torch.int8) != (scales is not None):
-            raise bad_state(
-                f"{name} is {values.dtype}, {'with' if scales is not None else 'without'} scales", "only int8 has them"
-            )
+        _check_shape(p, name, values)
+        _check_scales(p, name, values, scales)
+        _check_values(p, name, values, which)
         if values.dtype == own[name].dtype:
             self.writes.append((own[name], values))
             if scales is not None:
-                if scales.shape != own[name + SCALES].shape:
-                    raise bad_state(f"scales of {name} have shape {list(scales.shape)}", "groups lie in rows otherwise")
                 self.writes.append((own[name + SCALES], scales))
             return
         if values.dtype in HALF_DTYPES and MASTER not in saved and not self._has_storages:
@@ -208,19 +220,22 @@ class _Plan:
 
     def _add_master(self, p: Tensor, member: Member, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         name, kind = member.keeping.rest_name, member.keeping.master
-        for part in (MASTER, REST):
-            if part in saved and saved[part].shape != p.shape:
-                raise bad_state(
-                    f"{part} has shape {list(saved[part].shape)}, its parameter {list(p.shape)}", "they belong together"
-                )
-        if name is not None and name in saved and saved[name].dtype == own[name].dtype:
+        for part, dtypes in ((MASTER, (torch.float32,)), (REST, (torch.int16, torch.int8))):
+            if part in saved:
+                _check_shape(p, part, saved[part])
+                if saved[part].dtype not in dtypes:
+                    raise bad_state(f"{part} is {saved[part].dtype}", f"it is {' or '.join(map(str, dtypes))}")
+        if MASTER in saved:
+            _check_values(p, MASTER, saved[MASTER], 0)
+        is_same = name is not None and name in saved and saved[name].dtype == own[name].dtype
+        if is_same and _saved_dtype(p, saved) == p.dtype:
             self.writes.append((own[name], saved[name]))
             return
         value = self._saved_value(p, saved)
         if value is None:
-            # The weights are all that was saved: a run without masters had no more. torch's had fp32 weights, which
-            # this optimizer was built from.
-            if self._has_storages and name is not None:
+            # The weights are all that there was. If they were fp32, this optimizer was built from them, and has kept
+            # what they lost.
+            if WEIGHT_DTYPE in saved and name is not None:
                 self.writes.append((own[name], p.detach().float() if name == MASTER else torch.zeros_like(own[name])))
             return
         if p.dtype not in HALF_DTYPES:
@@ -236,17 +251,69 @@ class _Plan:
 
     def _saved_value(self, p: Tensor, saved: Mapping[str, Any]) -> Tensor | None:
         """The fp32 value that was saved; None if the weights were all of it."""
+        dtype = _saved_dtype(p, saved)
         if MASTER in saved:
-            if p.dtype in HALF_DTYPES and not torch.equal(rounded(saved[MASTER], p.dtype), p.detach()):
+            master: Tensor = saved[MASTER].to(p.device)
+            if dtype == p.dtype and dtype in HALF_DTYPES and not torch.equal(rounded(master, dtype), p.detach()):
                 raise refusals.other_weights(p)
-            master: Tensor = saved[MASTER]
-            return master.to(p.device)
+            return master
         if REST not in saved:
             return None
-        if WEIGHT_SUM not in saved or p.dtype not in HALF_DTYPES or int(saved[WEIGHT_SUM]) != int(_weight_sum(p)):
+        weight = p.detach().to(dtype)  # fp32 weights that were loaded from 16-bit ones are as good
+        is_saved = dtype in HALF_DTYPES and torch.equal(weight.float(), p.detach().float())
+        if not is_saved or WEIGHT_SUM not in saved or int(saved[WEIGHT_SUM]) != int(_weight_sum(weight)):
             raise refusals.other_weights(p)
         kind = Master.SPLIT if saved[REST].dtype == torch.int16 else Master.SPLIT8
-        return keeping.master_value(p, saved[REST].to(p.device), kind)
+        return keeping.master_value(weight, saved[REST].to(p.device), kind)
+
+
+def _saved_dtype(p: Tensor, saved: Mapping[str, Any]) -> torch.dtype:
+    """That of the weight which a state was saved beside."""
+    return saved[WEIGHT_DTYPE].dtype if WEIGHT_DTYPE in saved else p.dtype  # type: ignore[no-any-return]
+
+
+def _check_tensor(p: Tensor, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        raise bad_state(
+            f"{name} of a parameter of shape {list(p.shape)} is {type(value).__name__}",
+            "it is a dense tensor, with values",
+        )
+
+
+def _check_shape(p: Tensor, name: str, values: Tensor) -> None:
+    if values.shape != p.shape:
+        raise bad_state(
+            f"{name} has shape {list(values.shape)}, and belongs to a parameter of shape {list(p.shape)}",
+            "it is the state of another model, or of the same one in another order",
+        )
+
+
+def _check_scales(p: Tensor, name: str, values: Tensor, scales: Tensor | None) -> None:
+    if (values.dtype == torch.int8) != (scales is not None):
+        with_or_without = "with" if scales is not None else "without"
+        raise bad_state(f"{name} is {values.dtype}, {with_or_without} scales", "only int8 has them")
+    if scales is None:
+        return
+    kept = keeping.Keeping(Master.NONE, Moment.INT8, (name,), ("", "")) if p.dim() > 1 and p.numel() else None
+    wanted = None if kept is None else keeping.new_state(torch.empty_like(p, device="meta"), kept)[name + SCALES]
+    if wanted is None or (wanted.shape, wanted.dtype) != (scales.shape, scales.dtype):
+        raise bad_state(
+            f"scales of {name} are {scales.dtype} of shape {list(scales.shape)}",
+            f"a parameter of shape {list(p.shape)} has another number of groups, or none",
+        )
+
+
+def _check_values(p: Tensor, name: str, values: Tensor, which: int) -> None:
+    """Nothing that these optimizers have written is inf or NaN, and no second moment is negative."""
+    if not values.is_floating_point() or not values.numel():
+        return
+    lowest, highest = (float(value) for value in torch.aminmax(values.detach()))
+    if not -math.inf < lowest <= highest < math.inf or (which == 1 and lowest < 0):
+        raise bad_state(
+            f"{name} of a parameter of shape {list(p.shape)} has values from {lowest:g} to {highest:g}",
+            "a step with inf, NaN or a negative second moment would spread it over the weights",
+            "load a state from before the run diverged",
+        )
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

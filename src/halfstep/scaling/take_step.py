@@ -61,13 +61,19 @@ def step_in_kernel(
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    stalls: list[Tensor] | None = None,
+) -> list[Tensor]:
     """Step any optimizer with its gradients divided, or change nothing where ``found_inf`` is set.
 
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure.
         divisor: 0-dim, fp32 or fp64 (kernels take fp32); None if the gradients are what they should be.
         found_inf: 0-dim fp32, 0.0 or 1.0; None if the step is to be taken.
+        stalls: see :class:`~halfstep.scaling.widen.Widened`.
 
     Returns:
         For each 16-bit parameter the number of weights that were clamped to their format's largest value.
@@ -75,7 +81,7 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_in
     if not needs_widening(optimizer):
         _divided_step(optimizer, divisor, found_inf)
         return []
-    with Widened(optimizer) as wide:
+    with Widened(optimizer, stalls) as wide:
         wide.found_inf = found_inf
         _divided_step(optimizer, divisor, found_inf)
     return wide.num_saturated

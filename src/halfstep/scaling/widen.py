@@ -79,6 +79,8 @@ class Widened:
 
     Args:
         optimizer: the optimizer that is about to step.
+        stalls: gets, for each 16-bit parameter, how many of its weights the step changed in fp32, and how many of these
+            round to what they were: int64 ``[2]``. None counts nothing.
 
     Set ``found_inf`` inside, once it is known; where it is 1.0 no weight is written. Whatever happens inside, the
     optimizer gets its parameters back, with what it did to them; their gradients stay as they were, scaled.
@@ -89,6 +91,7 @@ class Widened:
     """
 
     optimizer: torch.optim.Optimizer
+    stalls: list[Tensor] | None = None
     found_inf: Tensor | None = None
     num_saturated: list[Tensor] = field(default_factory=list)  # 0-dim int64, one for each parameter
     _stands: list[_Stand] = field(default_factory=list)
@@ -138,6 +141,11 @@ class Widened:
             is_bad = moved(self.found_inf, narrow.device) != 0
             rounded, saturated = torch.where(is_bad, narrow, rounded), saturated & ~is_bad
         self.num_saturated.append(saturated.sum())
+        if self.stalls is not None:
+            is_updated = wide != narrow.float()
+            if self.found_inf is not None:
+                is_updated &= ~is_bad
+            self.stalls.append(torch.stack([is_updated.sum(), (is_updated & (rounded == narrow)).sum()]))
         narrow.copy_(rounded)
 
     def _leave(self) -> None:

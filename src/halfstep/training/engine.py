@@ -33,6 +33,7 @@ from halfstep.training.judge import Judgement, judge
 from halfstep.training.outcome import Outcome
 from halfstep.training.settle import Numbers, Settler, WindowRecord
 from halfstep.training.setup import Optimizers, bare_halves, flat, half_weights_text
+from halfstep.training.stalls import StallMeter, rounds_by_chance
 
 _lost: dict[int, Window] = {}  # of engines whose window is open: to be mentioned when the program ends
 
@@ -46,7 +47,7 @@ class Engine:
         self.clip_norm: float | None = None
         self.size: int | None = 1  # of the next window
         self.saturated = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._idle, self._sums = IdleSteps(), Fp32Sums(model)
+        self._idle, self._sums, self.meter = IdleSteps(), Fp32Sums(model), StallMeter()
         self._is_replicated = isinstance(model, nn.parallel.DistributedDataParallel)
         self._parameters: list[Tensor] = []
         self._dtypes = [p.dtype for p in flat(optimizers)[0]]
@@ -188,8 +189,9 @@ class Engine:
     def _step_optimizers(self, judgement: Judgement) -> None:
         divisor = judgement.divisor_tensor
         self._is_stepping = True
+        stalls = self.meter.begin(self.optimizers)
         for optimizer in self.optimizers:
-            for count in take_step(optimizer, divisor, judgement.found_inf_tensor):
+            for count in take_step(optimizer, divisor, judgement.found_inf_tensor, stalls):
                 self.saturated = moved(self.saturated, count.device) + count
 
     def _conclude(self, found: Inspection, judgement: Judgement) -> Callable[[], Outcome]:
@@ -200,8 +202,14 @@ class Engine:
         missed = self.guard.finish(found_inf)
         next_scale = self._update_scale(found, judgement)
         self.settler.order.finish()
-        record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed)
-        numbers = (found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale, window.loss)
+        by_chance = rounds_by_chance(self.optimizers)
+        record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed, by_chance)
+        home = found_inf.device if isinstance(found_inf, Tensor) else torch.device("cpu")
+        stalls = self.meter.counts(self.optimizers, home)
+        numbers = (
+            *(found_inf, window.scale, judgement.plain, judgement.divisor, judgement.norm, next_scale, window.loss),
+            *stalls,
+        )
         if not isinstance(found_inf, Tensor):
             known = Numbers(*map(float, numbers))
             return lambda: self.settler.known(record, known)

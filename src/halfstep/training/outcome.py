@@ -28,6 +28,7 @@ class Facts(NamedTuple):
         clip_coefficient: what the gradient was multiplied by to respect ``clip_norm``; 1.0 if it was not clipped.
         culprit: who was at fault, for a skipped step.
         loss: mean of the micro-batches' losses, by their weights; this process's.
+        stalled: share of the updates that rounded to nothing; NaN where they were not counted.
     """
 
     kind: Kind
@@ -38,6 +39,7 @@ class Facts(NamedTuple):
     clip_coefficient: float = 1.0
     culprit: Culprit | None = None
     loss: float = math.nan
+    stalled: float = math.nan
 
 
 class Outcome:
@@ -105,6 +107,11 @@ class Outcome:
         return self.facts.loss
 
     @property
+    def stalled(self) -> float:
+        """Share of the updates that rounded to nothing, if the window was counted (``stall_every``), else NaN."""
+        return self.facts.stalled
+
+    @property
     def clip_coefficient(self) -> float:
         """What the gradient was multiplied by to respect ``clip_norm``; 1.0 if it was not clipped."""
         return self.facts.clip_coefficient
@@ -125,6 +132,7 @@ class Outcome:
             "clip_coefficient": facts.clip_coefficient,
             "scale": facts.scale,
             "loss": facts.loss,
+            **({} if math.isnan(facts.stalled) else {"stalled": facts.stalled}),
         }
         return {name: value for name, value in metrics.items() if name != "grad_norm" or facts.kind != "no_gradients"}
 

@@ -217,6 +217,16 @@ def other_moments(policy: Policy, optimizer: torch.optim.Optimizer, kept: str) -
     )
 
 
+def released(optimizer: torch.optim.Optimizer) -> CallOrderError:
+    """Two who would use the gradients."""
+    return CallOrderError(
+        asked=f"Stepper around {type(optimizer).__name__}, whose gradients are released",
+        true="release.backward(loss) uses each gradient as soon as it exists",
+        why="a stepper looks at all of them before the first is used",
+        fix="use one or the other; release.remove() gives the gradients back",
+    )
+
+
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> ArgumentError:
     """Two places that clip."""
     return ArgumentError(

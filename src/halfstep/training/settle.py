@@ -6,6 +6,7 @@ order of the steps, and never on a guess; on the CPU within ``step()``, elsewher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from halfstep.scaling.culprit import Culprit, ParameterOrder
 from halfstep.scaling.skips import SkipLog, StepOutcome
 from halfstep.scaling.unscale import Number
 from halfstep.training.outcome import Facts, Outcome
+from halfstep.training.stalls import THRESHOLD, warn_of_stall
 
 
 class Numbers(NamedTuple):
@@ -32,6 +34,8 @@ class Numbers(NamedTuple):
         norm: L2 norm of the scaled gradient.
         next_scale: of the next window.
         loss: mean of the window's losses.
+        updated: how many weights the step changed in fp32, if it was counted.
+        stalled: of how many of these nothing was kept.
     """
 
     found_inf: float
@@ -41,6 +45,8 @@ class Numbers(NamedTuple):
     norm: float
     next_scale: float
     loss: float
+    updated: float = 0.0
+    stalled: float = 0.0
 
 
 @dataclass(eq=False)
@@ -52,6 +58,7 @@ class WindowRecord:
     group_ends: list[int]
     found: Inspection | None
     missed_buffers: list[str] = field(default_factory=list)
+    rounds_by_chance: bool = False
 
     def culprit(self, order: ParameterOrder, norms: list[float] | None) -> Culprit | None:
         """Who was at fault; the norms of the gradients, if they have arrived, tell without another read."""
@@ -74,6 +81,7 @@ class Settler:
     order: ParameterOrder
     schedulers: tuple[Any, ...]
     on_skip: Callable[[Outcome], object] | None
+    has_warned_of_stall: bool = False
     _pending: _Sent | None = None
 
     def settle(self) -> None:
@@ -117,6 +125,7 @@ class Settler:
             clip_coefficient=1.0 if is_skipped else numbers.plain / numbers.divisor,
             culprit=record.culprit(self.order, norms) if is_skipped else None,
             loss=numbers.loss,
+            stalled=numbers.stalled / numbers.updated if numbers.updated else math.nan,
         )
 
     def act(self, facts: Facts, record: WindowRecord, numbers: Numbers) -> None:
@@ -125,17 +134,20 @@ class Settler:
         try:
             self.log.record([outcome], numbers.scale, numbers.next_scale)
         finally:  # also where the log's warning is an error
-            self._tell(facts, record.missed_buffers)
+            self._tell(facts, record)
 
-    def _tell(self, facts: Facts, missed_buffers: list[str]) -> None:
+    def _tell(self, facts: Facts, record: WindowRecord) -> None:
         if facts.kind == "applied":
+            if facts.stalled > THRESHOLD and not (record.rounds_by_chance or self.has_warned_of_stall):
+                self.has_warned_of_stall = True
+                warn_of_stall(facts.step, facts.stalled)
             for scheduler in self.schedulers:
                 scheduler.step()
             return
-        if missed_buffers:
+        if record.missed_buffers:
             warn(
-                f"Step {facts.step} was skipped, and {', '.join(missed_buffers)} keeps what its forward pass wrote: it"
-                " had never changed before, so no copy was made. From now on it is copied.",
+                f"Step {facts.step} was skipped, and {', '.join(record.missed_buffers)} keeps what its forward pass"
+                " wrote: it had never changed before, so no copy was made. From now on it is copied.",
                 SkippedStepWarning,
             )
         if self.on_skip is not None:

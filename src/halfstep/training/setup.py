@@ -53,6 +53,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> Optimizers:
         seen |= parameters
         if isinstance(one, PackedOptimizer) and one.clip_norm is not None:
             raise refusals.clips_by_itself(one)
+        if isinstance(one, PackedOptimizer) and one.is_released:
+            raise refusals.released(one)
         if needs_closure(one):
             _check_closure_optimizer(one, len(optimizers))
     return optimizers

@@ -67,6 +67,8 @@ class Stepper:
         on_repeat: what happens after ``repeat_after`` skipped steps in a row, when the loss or forward pass itself
             must be at fault: ``"warn"``, ``"raise"``, ``"ignore"``, or a callable ``(culprit, step)``.
         repeat_after: number of skipped steps in a row that makes a repeat.
+        stall_every: of every how many windows the updates that round to nothing are counted, for ``outcome.stalled``: a
+            second read of 16-bit weights, and a warning if a quarter is lost. None counts nothing.
 
     Raises:
         ArgumentError: parameters, scheduler, weights' dtype or a number do not fit.
@@ -104,6 +106,7 @@ class Stepper:
         on_overflow: OnOverflow = "warn",
         on_repeat: OnRepeat = "warn",
         repeat_after: int = REPEAT_AFTER,
+        stall_every: int | None = None,
     ) -> None:
         optimizers = setup.checked_optimizers(model, optimizer)
         self._model = model
@@ -116,6 +119,7 @@ class Stepper:
         schedulers = setup.checked_schedulers(scheduler, optimizers)
         self._settler = Settler(log, ParameterOrder(model), schedulers, on_skip)
         self._engine = Engine(model, optimizers, used_scale, average, self._settler)
+        self._engine.meter.every = None if stall_every is None else checked_count(stall_every, "stall_every")
         self.clip_norm, self.accumulate = clip_norm, accumulate
         self._needs_closure = setup.needs_closure(self.optimizers[0])
         self._forward_depth = 0
