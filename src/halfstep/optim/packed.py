@@ -17,57 +17,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep import policy as policies
-from halfstep._compat import has_float64, is_dense, is_host, moved
+from halfstep._compat import is_host, moved
 from halfstep.errors import PrecisionWarning, SkippedStepWarning, warn
-from halfstep.formats import FP32, HALF_DTYPES
-from halfstep.kernels import storage
+from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.choose import NAMES, Executor, choose
 from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.kernels.overlap import overlap
 from halfstep.kernels.rules import SGD, Rule
-from halfstep.kernels.slots import Slot, Turn, finite
+from halfstep.kernels.slots import Turn
 from halfstep.kernels.storage import Master
 from halfstep.optim import keeping, packed_refusals, packed_state
-from halfstep.optim.keeping import STEP, Keeping
+from halfstep.optim.keeping import STEP
+from halfstep.optim.packed_members import Member, Row, checked_gradient, new_member
+from halfstep.optim.packed_numbers import numbers_of
+from halfstep.optim.packed_options import check_options, check_parameter, checked_seed, storages_of
 from halfstep.policy import Policy
 
-_DTYPES = (torch.float32, *HALF_DTYPES)
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_: with it a run that moves here keeps its numbers
 
 
-@dataclass(eq=False)
-class Member:
-    """A parameter that is stepped.
-
-    Args:
-        parameter: the model's.
-        number: of the parameter in the optimizer; its random bits depend on it.
-        keeping: its storages.
-        order: of its memory, see :func:`keeping.memory_order`.
-        slot: the parameter as executors see it.
-        place: where it was when the slot was made.
-    """
-
-    parameter: Tensor
-    number: int
-    keeping: Keeping
-    order: tuple[int, ...] | None
-    slot: Slot
-    place: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
-
-
 TorchClass = Callable[..., torch.optim.Optimizer]
-_Row = tuple[int, Member, Tensor, dict[str, Tensor]]  # index of the group, member, gradient, state
 
 
 class PackedOptimizer(torch.optim.Optimizer):
@@ -90,7 +66,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        self._cast_dtype, storages = _storages(policy, master, moments)
+        self._cast_dtype, storages = storages_of(policy, master, moments)
         self._says_none = policy is not None and storages["master"] == "none"  # parsing it has warned
         if executor not in NAMES:
             choose(torch.device("cpu"), 0, executor)  # says what there is
@@ -100,7 +76,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._members: dict[Tensor, Member] = {}
         self._begin_counting()
         self._is_building = True
-        super().__init__(params, {**defaults, **storages, "seed": _checked_seed(seed)})
+        super().__init__(params, {**defaults, **storages, "seed": checked_seed(seed)})
         self._is_building = False
         self._take_in(self.param_groups, may_cast=True)
 
@@ -141,7 +117,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             return
         dtype = self._cast_dtype if may_cast else None
         for _, p in new:
-            _check_parameter(p, dtype)
+            check_parameter(p, dtype)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if len(set(trained)) < len(trained):
             raise packed_refusals.listed_twice(self)
@@ -168,7 +144,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for group, p in late:
             member, kept = self._present(p), keeping.keeping_of(p, group, self.rule)
             self.state[p] = {**keeping.new_state(p, kept), **self.state[p]}
-            self._members[p] = self._member(p, self.state[p], member.number, kept)
+            self._members[p] = new_member(p, self.state[p], member.number, kept)
 
     def _new_member(self, group: dict[str, Any], p: Tensor, number: int, dtype: torch.dtype | None) -> None:
         value = None
@@ -181,22 +157,15 @@ class PackedOptimizer(torch.optim.Optimizer):
             rest = state[kept.rest_name] if kept.rest_name is not None else None
             keeping.split_into(p.data, rest, value, kept.master)
         self.state[p] = state
-        self._members[p] = self._member(p, state, number, kept)
-
-    def _member(self, p: Tensor, state: dict[str, Tensor], number: int, kept: Keeping) -> Member:
-        order = keeping.memory_order(p)
-        slot = keeping.slot_of(p, state, kept, order)
-        return Member(p, number, kept, order, slot, place_of(p), tuple(state.values()))
+        self._members[p] = new_member(p, state, number, kept)
 
     def _present(self, p: Tensor) -> Member:
         """The member of a parameter, with a slot that is where its tensors are now."""
         member, state = self._members[p], self.state[p]
-        is_whole = len(state) >= len(member.tensors)  # others may have put something of their own beside it
-        are_same = all(a is b for a, b in zip(member.tensors, state.values(), strict=False))
-        if is_whole and are_same and member.place == place_of(p):
+        if member.is_present(state):
             return member
         packed_state.check_state(p, member, state)
-        self._members[p] = self._member(p, state, member.number, member.keeping)
+        self._members[p] = new_member(p, state, member.number, member.keeping)
         return self._members[p]
 
     def _check_members(self) -> None:
@@ -258,37 +227,31 @@ class PackedOptimizer(torch.optim.Optimizer):
         is_bare = not hasattr(self, "found_inf")
         found = None
         if is_bare or self._clip_norm is not None:
-            found = inspect([gradient for _, _, gradient, _ in rows])
+            found = inspect([row.gradient for row in rows])
         if is_bare and found is not None:
-            found_inf = any_found_inf(found.found_inf.values(), rows[0][1].parameter.device)
+            found_inf = any_found_inf(found.found_inf.values(), rows[0].member.parameter.device)
         if found_inf is not None and is_host(found_inf.device) and found_inf.item() != 0:
             if is_bare:
                 self._add("skipped", torch.ones((), dtype=torch.int64))
                 self._warn_of_skip(found, rows)
             return
-        by_device: dict[torch.device, list[_Row]] = {}
+        by_device: dict[torch.device, list[Row]] = {}
         for row in rows:
-            by_device.setdefault(row[1].parameter.device, []).append(row)
+            by_device.setdefault(row.member.parameter.device, []).append(row)
         for device, on_device in by_device.items():
             flag = None if found_inf is None or is_host(found_inf.device) else moved(found_inf, device)
             self._take_turn(device, on_device, self._factor(divisor, found, device), flag)
         if is_bare and found_inf is not None and not is_host(found_inf.device):
             self._add("skipped", found_inf.to(torch.int64))
 
-    def _rows(self) -> list[_Row]:
+    def _rows(self) -> list[Row]:
         places = ((index, p) for index, group in enumerate(self.param_groups) for p in group["params"])
         found = ((index, p, gradient_of(p)) for index, p in places if p in self._members)
         return [self._row(index, p, gradient) for index, p, gradient in found if gradient is not None]
 
-    def _row(self, index: int, p: Tensor, gradient: Tensor) -> _Row:
-        member, group = self._present(p), self.param_groups[index]
-        if member.keeping.asked != (group["master"], group["moments"]):
-            raise packed_refusals.other_storages(member.keeping.asked, (group["master"], group["moments"]))
-        if gradient.layout != torch.strided or gradient.dtype not in _DTYPES:
-            raise packed_refusals.bad_gradient(self, p, gradient)
-        if gradient.shape != p.shape or gradient.device != p.device:
-            raise packed_refusals.gradient_of_another(p, gradient)
-        return index, member, keeping.ordered(gradient.detach(), member.order).contiguous(), self.state[p]
+    def _row(self, index: int, p: Tensor, gradient: Tensor) -> Row:
+        member = self._present(p)
+        return Row(index, member, checked_gradient(self, self.param_groups[index], member, gradient), self.state[p])
 
     @torch.no_grad()
     def step_alone(self, index: int, p: Tensor, gradient: Tensor, factor: float | Tensor, flag: Tensor | None) -> None:
@@ -322,60 +285,22 @@ class PackedOptimizer(torch.optim.Optimizer):
         norm_there = found.total_norm(device) / scale_there
         return (self._clip_norm / (norm_there + _CLIP_EPS)).clamp(max=1.0) / scale_there
 
-    def _take_turn(self, device: torch.device, rows: list[_Row], factor: float | Tensor, flag: Tensor | None) -> None:
-        constants, keys = self._numbers(device, rows, factor)
-        if not is_host(device) and any(isinstance(self.param_groups[row[0]]["lr"], Tensor) for row in rows):
+    def _take_turn(self, device: torch.device, rows: list[Row], factor: float | Tensor, flag: Tensor | None) -> None:
+        constants, keys = numbers_of(self.rule, self.param_groups, rows, factor)
+        if not is_host(device) and any(isinstance(self.param_groups[row.group]["lr"], Tensor) for row in rows):
             # The host has not seen the learning rate: as NaN it would be in every weight.
             is_nan = constants.isnan().any()
             flag = is_nan.float() if flag is None else (is_nan | (flag != 0)).float()
             self._add("skipped", is_nan.to(torch.int64))
-        slots, gradients = [row[1].slot for row in rows], [row[2] for row in rows]
+        slots, gradients = [row.member.slot for row in rows], [row.gradient for row in rows]
         turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled)
         counts = self._executor_of(device).step(turn)
-        steps = [state[STEP] for *_, state in rows]
+        steps = [row.state[STEP] for row in rows]
         torch._foreach_add_(steps, 1.0 if flag is None else (flag == 0).to(torch.float32))
         self._add("saturated", counts.saturated)
         if counts.updated is not None and counts.stalled is not None:
             pair = torch.stack([counts.updated, counts.stalled])
             self._stalled[device] = self._stalled[device] + pair if device in self._stalled else pair
-
-    def _numbers(self, device: torch.device, rows: list[_Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The constants of a turn, and the keys of its random bits."""
-        tensors = torch.tensor([member.number for _, member, _, _ in rows])
-        seeds = torch.tensor([self.param_groups[index]["seed"] for index, *_ in rows])
-        if is_host(device):
-            steps = [state[STEP].item() + 1.0 for *_, state in rows]
-            if not all(step >= 1.0 for step in steps):
-                raise packed_refusals.bad_step_counter(steps)
-            known: dict[tuple[int, float], tuple[float, ...]] = {}
-            for (index, *_), step in zip(rows, steps, strict=True):
-                if (index, step) not in known:
-                    known[index, step] = self._numbers_of(index, step, factor)
-            constants = torch.tensor([known[row[0], step] for row, step in zip(rows, steps, strict=True)], dtype=_WIDE)
-            if bool(constants.isnan().any()):
-                raise packed_refusals.not_a_number(self)
-            return finite(constants), storage.random_key(seeds, torch.tensor(steps).long(), tensors)
-        wide = _WIDE if has_float64(device) else torch.float32
-        steps_there = torch.stack([state[STEP] for *_, state in rows]).to(wide) + 1.0
-        seeds, tensors = (_sent(numbers, device) for numbers in (seeds, tensors))
-        parts, start = [], 0
-        for index, size in _runs(rows):
-            numbers = self._numbers_of(index, steps_there[start : start + size], factor)
-            columns = [_column(number, size, wide, device) for number in numbers]
-            parts.append(torch.stack(columns, dim=1))
-            start += size
-        constants = torch.cat(parts)
-        return finite(constants), storage.random_key(seeds, steps_there.long(), tensors)
-
-    def _numbers_of(self, index: int, step: Any, factor: Any) -> tuple[Any, ...]:
-        group = self.param_groups[index]
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and not isinstance(step, Tensor):
-            lr = float(lr)
-        elif isinstance(lr, Tensor):
-            lr = moved(lr.detach().reshape(()), step.device).to(step.dtype)
-        sign = -1.0 if group["maximize"] else 1.0
-        return (sign * factor, *self.rule.numbers({**group, "lr": lr}, step))
 
     def _executor_of(self, device: torch.device) -> Executor:
         if device not in self._executors:
@@ -383,12 +308,12 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._executors[device] = choose(device, num_elements, self._wanted_executor)
         return self._executors[device]
 
-    def _warn_of_skip(self, found: Inspection | None, rows: list[_Row]) -> None:
+    def _warn_of_skip(self, found: Inspection | None, rows: list[Row]) -> None:
         if self._has_warned or found is None:
             return
         self._has_warned = True
         place, kind = next(iter(found.faults().items()))
-        warn(packed_refusals.skipped_text(self, rows[place][1].parameter, kind), SkippedStepWarning)
+        warn(packed_refusals.skipped_text(self, rows[place].member.parameter, kind), SkippedStepWarning)
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -456,12 +381,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     def check_options(self, group: Mapping[str, Any]) -> None:
         """The same, and if it names storages that there are not, or what only the whole optimizer can have."""
         self.check_group(group)
-        for name in _STORAGES:
-            _check_storage(name, group[name])
-        _checked_seed(group["seed"])
-        for name in _OF_ALL:
-            if name in group:
-                raise packed_refusals.option_of_all(self, name)
+        check_options(self, group)
 
     def _check_in_use(self, call: str) -> None:
         if self._is_taken_off:
@@ -543,81 +463,4 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._is_taken_off = is_taken_off
         self._members = {}
         if not is_taken_off:
-            self._members = {p: self._member(p, self.state[p], *kind) for p, kind in kinds.items()}
-
-
-_WIDE = torch.float64
-_STORAGES: dict[str, Iterable[str]] = {"master": keeping.MASTERS, "moments": keeping.MOMENTS}
-_OF_ALL = ("policy", "executor", "clip_norm")  # options that no group has for itself
-
-
-def place_of(p: Tensor) -> tuple[Any, ...]:
-    """Where a parameter's memory is, and how it is laid out."""
-    return int(p.untyped_storage()._cdata), int(p.storage_offset()), p.dtype, p.shape, p.stride()
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
-
-
-def _column(number: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if isinstance(number, Tensor):
-        return number.to(dtype).expand(size)
-    return torch.full((size,), max(-FP32.largest, min(number, FP32.largest)), dtype=dtype, device=device)
-
-
-def _runs(rows: list[_Row]) -> list[tuple[int, int]]:
-    """Groups in order, and how many rows each has."""
-    runs: list[tuple[int, int]] = []
-    for index, *_ in rows:
-        if runs and runs[-1][0] == index:
-            runs[-1] = (index, runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return runs
-
-
-def _check_parameter(p: Tensor, cast_dtype: torch.dtype | None) -> None:
-    if hasattr(p, "device_mesh") or hasattr(p.data, "__tensor_flatten__"):
-        raise packed_refusals.dtensor(p)
-    if p.dtype not in _DTYPES:
-        raise packed_refusals.bad_dtype(p)
-    if cast_dtype is not None and p.dtype in HALF_DTYPES and p.dtype != cast_dtype:
-        raise packed_refusals.another_16_bit_dtype(cast_dtype, p)
-    if cast_dtype is not None and p.dtype == torch.float32 and p.grad is not None:
-        raise packed_refusals.gradients_present(cast_dtype)
-    if not is_dense(p):
-        raise packed_refusals.not_dense(p)
-
-
-def _check_storage(name: str, given: Any) -> None:
-    if not isinstance(given, str) or given not in _STORAGES[name]:
-        raise packed_refusals.unknown_storage(name, given, _STORAGES[name])
-
-
-def _checked_seed(seed: Any) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise packed_refusals.bad_seed(seed)
-    return seed
-
-
-def _storages(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | None, dict[str, str]]:
-    """The dtype that fp32 weights are cast to, and the names of the storages."""
-    for name, given in (("master", master), ("moments", moments)):
-        if given is not None:
-            _check_storage(name, given)
-    cast_dtype, of_policy = None, {"master": "split", "moments": "fp32"}
-    if policy is not None:
-        parsed = Policy.parse(policy)
-        if parsed.param_dtype not in HALF_DTYPES:
-            raise packed_refusals.no_master_policy(parsed)
-        cast_dtype = parsed.param_dtype
-        is_free = parsed.master is policies.Master.FP32 and master != "none"  # of how the full value is kept
-        if master is not None and master != parsed.master.value and not is_free:
-            raise packed_refusals.two_storages(parsed, "master", master)
-        if moments is not None and parsed.moments not in (policies.Moments.FP32, policies.Moments(moments)):
-            raise packed_refusals.two_storages(parsed, "moments", moments)
-        # split holds every bit of an fp32 master, in half of its bytes
-        kept = "split" if parsed.master is policies.Master.FP32 else parsed.master.value
-        of_policy = {"master": kept, "moments": parsed.moments.value}
-    return cast_dtype, {"master": master or of_policy["master"], "moments": moments or of_policy["moments"]}
+            self._members = {p: new_member(p, self.state[p], *kind) for p, kind in kinds.items()}

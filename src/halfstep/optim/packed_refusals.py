@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep.errors import ArgumentError, CallOrderError, StateError, UnsupportedError
 from halfstep.formats import format_of
+from halfstep.kernels.rules import Rule
 
 
 def _named(optimizer: object) -> str:
@@ -219,10 +220,10 @@ def gradient_of_another(p: Tensor, gradient: Tensor) -> CallOrderError:
     )
 
 
-def not_a_number(optimizer: object) -> ArgumentError:
+def not_a_number(rule: Rule) -> ArgumentError:
     """A learning rate as a tensor, or a scale, that is NaN."""
     return ArgumentError(
-        asked=f"a step of {_named(optimizer)} with a learning rate, an option or a scale that is NaN",
+        asked=f"a step of {rule.name} with a learning rate, an option or a scale that is NaN",
         true="every weight is multiplied by them",
         why="every weight would be NaN",
         fix="print optimizer.param_groups, and look for what computes the NaN",

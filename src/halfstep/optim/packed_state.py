@@ -27,9 +27,11 @@ from halfstep.optim.keeping import MASTER, REST, SCALES, STEP
 from halfstep.optim.packed_refusals import bad_state
 
 if TYPE_CHECKING:
-    from halfstep.optim.packed import Member, PackedOptimizer
+    from halfstep.optim.packed import PackedOptimizer
+    from halfstep.optim.packed_members import Member
 
 WEIGHT_SUM, WEIGHT_DTYPE = "weight_sum", "weight_dtype"  # the dtype is that of a 0-dim tensor
+_WITH_REST = tuple(name for name, kind in keeping.MASTERS.items() if kind in keeping.REST_DTYPES)
 _OWN_OPTIONS = ("master", "moments")  # of a group: the storages stay what they are
 _NOT_LOADED = ("params", "state_names", *_OWN_OPTIONS)  # state_names: MasterWeights' own
 
@@ -89,8 +91,9 @@ def load(optimizer: PackedOptimizer, state_dict: Mapping[str, Any], *, lossy: bo
     """Continue from a saved state, or raise StateError and change nothing."""
     groups, keys = _matched(optimizer, state_dict)
     plan = _Plan(optimizer, has_storages=any("master" in group for group in groups), lossy=lossy)
-    for key, p in keys.items():
-        plan.add(p, state_dict["state"].get(key))
+    for group in groups:
+        for key in group["params"]:
+            plan.add(keys[key], state_dict["state"].get(key), group.get("master"))
     options = [
         {name: copy.deepcopy(value) for name, value in saved.items() if name not in _NOT_LOADED} for saved in groups
     ]
@@ -142,8 +145,8 @@ class _Plan:
         self.writes: list[tuple[Tensor, Tensor]] = []
         self.narrowed: set[str] = set()
 
-    def add(self, p: Tensor, saved: Any) -> None:
-        """Plan the state of one parameter."""
+    def add(self, p: Tensor, saved: Any, kept: str | None) -> None:
+        """Plan the state of one parameter, whose saved group names this storage of masters."""
         member, own = self._optimizer._members.get(p), self._optimizer.state.get(p)
         if not isinstance(saved or {}, Mapping):
             raise bad_state(f"the state of a parameter is of type {type(saved).__name__}", "it is a dict of tensors")
@@ -169,6 +172,8 @@ class _Plan:
         self._add_step(own, saved, names)
         for which, name in enumerate(names):
             self._add_moment(p, own, saved, which, name)
+        if kept in _WITH_REST and WEIGHT_DTYPE in saved and not {MASTER, REST} & set(saved):
+            raise bad_state(f"the rest of a parameter of shape {list(p.shape)} is missing", "it cannot be made up")
         self._add_master(p, member, own, saved)
 
     def _add_step(self, own: Mapping[str, Tensor], saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -227,8 +232,8 @@ class _Plan:
                     raise bad_state(f"{part} is {saved[part].dtype}", f"it is {' or '.join(map(str, dtypes))}")
         if MASTER in saved:
             _check_values(p, MASTER, saved[MASTER], 0)
-        is_same = name is not None and name in saved and saved[name].dtype == own[name].dtype
-        if is_same and _saved_dtype(p, saved) == p.dtype:
+        is_there = name is not None and name in saved and _saved_dtype(p, saved) == p.dtype
+        if name is not None and is_there and saved[name].dtype == own[name].dtype:
             self.writes.append((own[name], saved[name]))
             return
         value = self._saved_value(p, saved)
@@ -269,7 +274,7 @@ class _Plan:
 
 def _saved_dtype(p: Tensor, saved: Mapping[str, Any]) -> torch.dtype:
     """That of the weight which a state was saved beside."""
-    return saved[WEIGHT_DTYPE].dtype if WEIGHT_DTYPE in saved else p.dtype  # type: ignore[no-any-return]
+    return saved[WEIGHT_DTYPE].dtype if WEIGHT_DTYPE in saved else p.dtype
 
 
 def _check_tensor(p: Tensor, name: str, value: Any) -> None:
@@ -278,6 +283,9 @@ def _check_tensor(p: Tensor, name: str, value: Any) -> None:
             f"{name} of a parameter of shape {list(p.shape)} is {type(value).__name__}",
             "it is a dense tensor, with values",
         )
+    is_right = {WEIGHT_SUM: value.dtype == torch.int64, WEIGHT_DTYPE: value.dtype in HALF_DTYPES}.get(name)
+    if is_right is not None and (value.numel() != 1 or not is_right):
+        raise bad_state(f"{name} is {value.dtype} of shape {list(value.shape)}", "it says which weight it belongs to")
 
 
 def _check_shape(p: Tensor, name: str, values: Tensor) -> None:

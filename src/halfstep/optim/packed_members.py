@@ -1,0 +1,85 @@
+"""The parameters that a packed optimizer steps: where each is, how it is kept, and whether it is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.slots import Slot
+from halfstep.optim import keeping
+from halfstep.optim import packed_refusals as refusals
+from halfstep.optim.keeping import Keeping
+from halfstep.optim.packed_options import DTYPES
+
+
+@dataclass(eq=False)
+class Member:
+    """A parameter that is stepped.
+
+    Args:
+        parameter: the model's.
+        number: of the parameter in the optimizer; its random bits depend on it.
+        keeping: its storages.
+        order: of its memory, see :func:`keeping.memory_order`.
+        slot: the parameter as executors see it.
+        place: where it was when the slot was made.
+    """
+
+    parameter: Tensor
+    number: int
+    keeping: Keeping
+    order: tuple[int, ...] | None
+    slot: Slot
+    place: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+    def is_present(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
+        if self.place != place_of(self.parameter) or len(state) < len(self.tensors):
+            return False
+        return [*map(id, self.tensors)] == [*map(id, state.values())][: len(self.tensors)]
+
+
+class Row(NamedTuple):
+    """A parameter in one step.
+
+    Args:
+        group: its index.
+        member: the parameter.
+        gradient: in the order of its memory.
+        state: its own.
+    """
+
+    group: int
+    member: Member
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
+def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keeping) -> Member:
+    """A member whose slot is where its tensors are."""
+    order = keeping.memory_order(p)
+    slot = keeping.slot_of(p, state, kept, order)
+    return Member(p, number, kept, order, slot, place_of(p), tuple(state.values()))
+
+
+def place_of(p: Tensor) -> tuple[Any, ...]:
+    """Where a parameter's memory is, and how it is laid out."""
+    return int(p.untyped_storage()._cdata), int(p.storage_offset()), p.dtype, p.shape, p.stride()
+
+
+def checked_gradient(optimizer: object, group: Mapping[str, Any], member: Member, gradient: Tensor) -> Tensor:
+    """The gradient in the order of its parameter's memory, if the rule can take it."""
+    p, asked = member.parameter, (group["master"], group["moments"])
+    if member.keeping.asked != asked:
+        raise refusals.other_storages(member.keeping.asked, asked)
+    if gradient.layout != torch.strided or gradient.dtype not in DTYPES:
+        raise refusals.bad_gradient(optimizer, p, gradient)
+    if gradient.shape != p.shape or gradient.device != p.device:
+        raise refusals.gradient_of_another(p, gradient)
+    plain = gradient.detach() if gradient.requires_grad else gradient
+    return keeping.ordered(plain, member.order).contiguous()

@@ -1,0 +1,105 @@
+"""The numbers of one turn: the rule's constants for each parameter, and the keys of its random bits.
+
+On the host they are Python numbers, found once for all parameters of a group that have taken the same number of steps.
+On a device only the device knows which steps were taken, so the same formulas run there, in fp64, and nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._compat import has_float64, is_host, moved
+from halfstep.formats import FP32
+from halfstep.kernels import storage
+from halfstep.kernels.rules import Rule
+from halfstep.kernels.slots import finite
+from halfstep.optim import packed_refusals as refusals
+from halfstep.optim.keeping import STEP
+from halfstep.optim.packed_members import Row
+
+_Groups = Sequence[Mapping[str, Any]]
+
+
+def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Constants and keys of a turn, as :class:`~halfstep.kernels.slots.Turn` wants them.
+
+    Args:
+        rule: the arithmetic.
+        groups: the optimizer's, with their hyperparameters.
+        rows: the parameters, all on one device, in the order of the groups.
+        factor: what gradients are multiplied by; a number where the host is the device.
+
+    Raises:
+        ArgumentError: on the host: a constant is not a number.
+        StateError: on the host: a step counter does not count.
+    """
+    device = rows[0].member.parameter.device
+    numbers = torch.tensor([row.member.number for row in rows])
+    seeds = torch.tensor([groups[row.group]["seed"] for row in rows])
+    if is_host(device):
+        return _on_host(rule, groups, rows, factor, (seeds, numbers))
+    return _on_device(rule, groups, rows, factor, (_sent(seeds, device), _sent(numbers, device)))
+
+
+def _on_host(
+    rule: Rule, groups: _Groups, rows: list[Row], factor: Any, chance: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    steps = [row.state[STEP].item() + 1.0 for row in rows]
+    if not all(step >= 1.0 for step in steps):
+        raise refusals.bad_step_counter(steps)
+    kinds = [(row.group, step) for row, step in zip(rows, steps, strict=True)]
+    known = {(index, step): _numbers(rule, groups[index], step, factor) for index, step in dict.fromkeys(kinds)}
+    constants = torch.tensor([known[kind] for kind in kinds], dtype=torch.float64)
+    if bool(constants.isnan().any()):
+        raise refusals.not_a_number(rule)
+    seeds, numbers = chance
+    return finite(constants), storage.random_key(seeds, torch.tensor(steps).long(), numbers)
+
+
+def _on_device(
+    rule: Rule, groups: _Groups, rows: list[Row], factor: Any, chance: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    device = rows[0].member.parameter.device
+    wide = torch.float64 if has_float64(device) else torch.float32
+    steps = torch.stack([row.state[STEP] for row in rows]).to(wide) + 1.0
+    parts, start = [], 0
+    for index, size in _runs(rows):
+        numbers = _numbers(rule, groups[index], steps[start : start + size], factor)
+        parts.append(torch.stack([_column(number, size, wide, device) for number in numbers], dim=1))
+        start += size
+    return finite(torch.cat(parts)), storage.random_key(chance[0], steps.long(), chance[1])
+
+
+def _numbers(rule: Rule, group: Mapping[str, Any], step: Any, factor: Any) -> tuple[Any, ...]:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and not isinstance(step, Tensor):
+        lr = float(lr)
+    elif isinstance(lr, Tensor):
+        lr = moved(lr.detach().reshape(()), step.device).to(step.dtype)
+    sign = -1.0 if group["maximize"] else 1.0
+    return (sign * factor, *rule.numbers({**group, "lr": lr}, step))
+
+
+def _column(number: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(dtype).expand(size)
+    return torch.full((size,), max(-FP32.largest, min(number, FP32.largest)), dtype=dtype, device=device)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def _runs(rows: list[Row]) -> list[tuple[int, int]]:
+    """Groups in order, and how many rows each has."""
+    runs: list[tuple[int, int]] = []
+    for index in (row.group for row in rows):
+        if runs and runs[-1][0] == index:
+            runs[-1] = (index, runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
