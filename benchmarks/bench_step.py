@@ -1,7 +1,11 @@
-"""One optimizer step under a loss scaler: halfstep.GradScaler beside torch.amp.GradScaler, in one process, in turn.
+"""One optimizer step: halfstep.GradScaler beside torch.amp.GradScaler, then halfstep's optimizers beside torch's.
 
-    python benchmarks/bench_step.py                       # 50 M parameters in 150 tensors, AdamW(fused=True), fp32
+    python benchmarks/bench_step.py                       # 50 M parameters in 150 tensors, AdamW
     python benchmarks/bench_step.py --device cuda --params 1e9
+    python benchmarks/bench_step.py --only scaler         # or: --only optimizers
+
+The optimizers are bench_optimizers.py's, with its defaults; what follows is about the scalers, on torch's
+AdamW(fused=True) with fp32 weights.
 
 Every round times each candidate once, in rotating order, on its own copy of the same parameters; the medians of the
 rounds are printed as ratios. ``bare`` is the fused step alone, without a scaler. The floor is the time in which the
@@ -16,6 +20,7 @@ import os
 import platform
 import statistics
 
+import bench_optimizers
 import torch
 from clock import timed
 
@@ -67,8 +72,27 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=50e6)
     parser.add_argument("--tensors", type=int, default=150)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of the scalers")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the optimizers")
+    parser.add_argument("--only", choices=("scaler", "optimizers"))
     options = parser.parse_args()
+    if options.only != "optimizers":
+        measure_scalers(options)
+    if options.only != "scaler":
+        measure_optimizers(options)
+
+
+def measure_optimizers(options: argparse.Namespace) -> None:
+    """bench_optimizers.py with what the two have in common."""
+    same = ("device", "params", "tensors", "seconds") + (("threads",) if options.device == "cpu" else ())
+    parser = argparse.ArgumentParser()
+    bench_optimizers.add_options(parser)
+    arguments = [word for name in same for word in (f"--{name}", str(getattr(options, name)))]
+    bench_optimizers.report(bench_optimizers.settings_from(parser.parse_args(arguments)), None)
+
+
+def measure_scalers(options: argparse.Namespace) -> None:
+    """Every candidate in turn, and print."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
 

@@ -176,10 +176,48 @@ def test_bench_as_json_is_what_would_be_written(says):
     assert json.loads(out)["by_size"][0]["dtype"] == "fp32"
 
 
+def test_bench_steps_optimizers_by_default(says, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    what = ["--rule", "adamw", "--rule", "lion", "--storage", "split+bf16", "--executor", "torch", "--dtype", "fp16"]
+    size = ["--params", "2e4", "--tensors", "4", "--threads", 1, "--seconds", 4, "--device", "cpu"]
+    code, out, err = says("bench", *what, *size, "--out", tmp_path / "new")
+    assert code == 0
+    assert max(len(line) for line in out.splitlines() if str(tmp_path)[:12] not in line) <= 80
+    assert "adamw, quickest: split+bf16 (torch), 10 bytes per parameter instead of 16" in " ".join(out.split())
+    assert "lion: rounds" in err
+    plain = json.loads((tmp_path / "new" / "steps.json").read_text())
+    assert plain["command"].startswith("halfstep bench --rule adamw --rule lion")
+    assert (plain["half_dtype"], plain["tensors"]) == ("fp16", 4)
+    assert [recipe["executor"] for recipe in plain["rules"][1]["recipes"]] == ["fused", "torch"]
+    assert (tmp_path / "new" / "steps.png").exists()
+
+
+def test_bench_of_steps_as_json_is_what_would_be_written(says):
+    options = ["--rule", "sgd", "--storage", "fp32", "--executor", "torch", "--tensors", "3x16", "--seconds", 2]
+    code, out, _ = says("bench", "--steps", *options, "--device", "cpu", "--json")
+    assert code == 0
+    plain = json.loads(out)
+    assert (plain["schema"], plain["params"]) == ("halfstep.bench.steps/1", 48)
+    assert plain["rules"][0]["recipes"][1]["bytes_per_param"] == pytest.approx(12 + 3 * 4 / 48)
+
+
 @pytest.mark.parametrize(
     ("arguments", "asked", "fix"),
     [
-        (["bench"], "halfstep bench", "run halfstep bench --matmul"),
+        (["bench", "--steps", "--matmul"], "halfstep bench --steps --matmul", "run it twice"),
+        (["bench", "--matmul", "--rule", "sgd"], "halfstep bench --matmul with --rule", "leave --rule out"),
+        (["bench", "--matmul", "--params", "1e6"], "halfstep bench --matmul with --params", "leave --params out"),
+        (["bench", "--matmul", "--tensors", "3"], "halfstep bench --matmul with --tensors", "leave --tensors out"),
+        (["bench", "--sizes", "8"], "halfstep bench --steps with --sizes", "leave --sizes out"),
+        (["bench", "--dtype", "bf16", "--dtype", "fp16"], "halfstep bench --steps with a second --dtype", "leave"),
+        (["bench", "--dtype", "tf32"], "the dtype 'tf32'", "pass --dtype bf16"),
+        (["bench", "--rule", "muon"], "the rule 'muon'", "choose one of these"),
+        (["bench", "--storage", "int4"], "the storage 'int4'", "pass, for example"),
+        (["bench", "--device", "cpu", "--executor", "triton"], "executor='triton'", "leave executor out"),
+        (["bench", "--device", "cpu", "--params", "1e15"], "1e+09 M parameters in 7 storages", "pass fewer --storage"),
+        (["bench", "--tensors", "2048xK"], "tensors='2048xK'", "pass --tensors 150"),
+        (["bench", "--steps", "--seconds", "0"], "seconds=0", "pass --seconds 75"),
+        (["bench", "--out", "{file}"], "files in", "pass --out"),
         (["bench", "--matmul", "--dtype", "fp64"], "the dtype 'fp64'", "choose one of these"),
         (["bench", "--matmul", "--sizes", "0"], "size=0", "pass"),
         (["bench", "--matmul", "--sizes", "8,x"], "sizes='8,x'", "pass"),
@@ -200,6 +238,7 @@ def test_bench_as_json_is_what_would_be_written(says):
 def test_bad_input_of_probe_and_bench(says, tmp_path, monkeypatch, arguments, asked, fix):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("halfstep.bench.measure.measure", lambda *_: pytest.fail("measured for nothing"))
+    monkeypatch.setattr("halfstep.bench.steps_measure.measure", lambda *_: pytest.fail("measured for nothing"))
     code, out, err = says(*(argument.format(file=tmp_path / "file") for argument in arguments))
     assert (code, out) == (2, "")
     lines = err.splitlines()

@@ -13,15 +13,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from halfstep import cli_tables
 from halfstep.errors import ArgumentError, HalfstepError, HalfstepWarning, MissingDependencyError
 
 if TYPE_CHECKING:
+    from halfstep.bench.reports import Report
     from halfstep.compare.run import Progress
     from halfstep.hardware import Hardware
 
@@ -31,6 +32,7 @@ except ImportError:  # `main` says what to install
     typer = None  # type: ignore[assignment]
 
 _HELP = "Half-precision training: what this machine can do, what the formats can hold, what each choice costs."
+T = TypeVar("T")
 EXIT_BAD_INPUT = 2  # what typer exits with for a bad option
 
 
@@ -123,40 +125,106 @@ def compare(
 
 
 def bench(
+    steps: Annotated[bool, typer.Option("--steps", help="Measure optimizer steps: what it does by default.")] = False,
     matmul: Annotated[bool, typer.Option("--matmul", help="Measure matrix products and convolutions.")] = False,
-    sizes: Annotated[str | None, typer.Option(help="n of the n x n products, such as 256,512,1024.")] = None,
+    rules: Annotated[
+        list[str] | None, typer.Option("--rule", help="Steps: adamw, adam, sgd or lion; may be repeated.")
+    ] = None,
+    storages: Annotated[
+        list[str] | None, typer.Option("--storage", help="Steps: such as fp32 or split8+int8; may be repeated.")
+    ] = None,
+    executors: Annotated[
+        list[str] | None, typer.Option("--executor", help="Steps: torch, numba or triton; may be repeated.")
+    ] = None,
+    params: Annotated[float | None, typer.Option(help="Steps: parameters in all, such as 50e6; default: 10e6.")] = None,
+    tensors: Annotated[
+        str | None, typer.Option(help="Steps: number of tensors (150), or number and size: 2048x16K, 10000x1000.")
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="Products: n of n x n, such as 256,512,1024.")] = None,
     dtypes: Annotated[
-        list[str] | None, typer.Option("--dtype", help="fp32, tf32, fp16 or bf16; may be repeated.")
+        list[str] | None,
+        typer.Option("--dtype", help="Products: fp32, tf32, fp16, bf16; may be repeated. Steps: of 16-bit weights."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1, ...; default: the accelerator, if any.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the CPU's products; default: torch's.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time that all measurements may take.")] = 25.0,
-    out: Annotated[Path | None, typer.Option(help="Folder for matmul.json and matmul.png.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the CPU; default: torch's.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time that all measurements may take; default: 75, of products 25.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for steps.json and steps.png, or matmul.*.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON.")] = False,
 ) -> None:
-    """How fast this machine multiplies matrices, by dtype, size and layout; with verdicts that are computed."""
-    if not matmul:
+    """How fast this machine steps optimizers, by rule, storage and executor, against torch; or multiplies matrices."""
+    if steps and matmul:
         raise ArgumentError(
-            asked="halfstep bench",
-            true="it measures what it is told to: --matmul, matrix products and convolutions by dtype, size and layout",
-            why="without it there is nothing to measure",
-            fix="run halfstep bench --matmul",
+            asked="halfstep bench --steps --matmul",
+            true="one run measures optimizer steps or products",
+            why="each needs the machine for itself",
+            fix="run it twice",
         )
-    from halfstep.bench import files, measure, settings, table
+    where = {"device": device, "num_threads": threads, **({} if seconds is None else {"seconds": seconds})}
+    of_steps = {"--rule": rules, "--storage": storages, "--executor": executors, "--params": params}
+    if matmul:
+        _refuse("--matmul", {**of_steps, "--tensors": tensors})
+        _bench_products(sizes, dtypes or (), where, out, as_json=as_json)
+    else:
+        _refuse("--steps", {"--sizes": sizes, "a second --dtype": (dtypes or [])[1:] or None})
+        names = {"rules": rules or (), "storages": storages or (), "executors": executors or ()}
+        what = {**names, "tensors": tensors, "num_params": params, "half_dtype": (dtypes or ["bf16"])[0]}
+        _bench_steps(what, where, out, as_json=as_json)
 
-    chosen_sizes = settings.read_sizes(sizes) if sizes is not None else ()
-    chosen = settings.choose(dtypes or (), chosen_sizes, device=device, num_threads=threads, seconds=seconds)
+
+def _refuse(mode: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(
+                asked=f"halfstep bench {mode} with {name}",
+                true=f"{name} belongs to {'--matmul' if mode == '--steps' else '--steps'}",
+                why="the option would change nothing",
+                fix=f"leave {name} out",
+            )
+
+
+def _bench_products(
+    sizes: str | None, dtypes: Sequence[str], where: dict[str, Any], out: Path | None, *, as_json: bool
+) -> None:
+    from halfstep.bench import measure, reports, settings, table
+
+    chosen = settings.choose(dtypes, settings.read_sizes(sizes) if sizes is not None else (), **where)
+    measured = _measured(reports.MATMUL, lambda bar: measure.measure(chosen, bar), out)
+    _show(reports.of_products(measured, _command()), table.tables(measured), out, as_json=as_json)
+
+
+def _bench_steps(what: dict[str, Any], where: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    from halfstep.bench import reports, steps_measure, steps_settings, steps_table
+
+    chosen = steps_settings.choose(**what, **where)
+    measured = _measured(reports.STEPS, lambda bar: steps_measure.measure(chosen, bar), out)
+    _show(reports.of_steps(measured, _command()), steps_table.tables(measured), out, as_json=as_json)
+
+
+def _measured(name: str, measure: Callable[[Progress], T], out: Path | None) -> T:
+    """What is measured, behind a progress bar, once it is known that it can be written."""
+    from halfstep.bench import files
+
     if out is not None:
-        files.check_folder(out)
+        files.check_folder(out, name)
     with _progress_bar() as progress:
-        measurement = measure.measure(chosen, progress)
-    command = shlex.join(["halfstep", *sys.argv[1:]])
-    paths = [] if out is None else files.write(measurement, out, command)
+        return measure(progress)
+
+
+def _command() -> str:
+    return shlex.join(["halfstep", *sys.argv[1:]])
+
+
+def _show(report: Report, tables: Iterable[Any], out: Path | None, *, as_json: bool) -> None:
+    from halfstep.bench import files
+
+    paths = [] if out is None else files.write(report, out)
     if as_json:
-        typer.echo(json.dumps(files.as_plain(measurement, command), indent=2, ensure_ascii=False))
+        typer.echo(files.as_text(report))
         return
     console = _console()
-    console.print(*table.tables(measurement), sep="\n")
+    console.print(*tables, sep="\n")
     for path in paths:
         console.print(str(path), highlight=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from halfstep.bench import files, plot, table
+from halfstep.bench import files, plot, reports, table
 from halfstep.bench.measure import measure
 from halfstep.bench.settings import choose
 from halfstep.bench.verdict import verdicts
@@ -66,7 +66,7 @@ def test_the_budget_is_kept(machine, seconds):
 
 
 def test_files_hold_the_measurement(real, tmp_path):
-    paths = files.write(real, tmp_path / "deep" / "out", "halfstep bench --matmul")
+    paths = files.write(reports.of_products(real, "halfstep bench --matmul"), tmp_path / "deep" / "out")
     assert (
         [path.name for path in paths]
         == ["matmul.json", "matmul.png"]
@@ -78,12 +78,12 @@ def test_files_hold_the_measurement(real, tmp_path):
     assert plain["machine"]["hardware"]["device_type"] == "cpu"
     assert [cell["gflops_per_s"] for cell in plain["by_size"]] == [cell.gflops for cell in real.by_size]
     assert [said["text"] for said in plain["verdicts"]] == [verdict.text for verdict in verdicts(real)]
-    files.write(real, tmp_path / "deep" / "out", "again")
+    files.write(reports.of_products(real, "again"), tmp_path / "deep" / "out")
     assert json.loads(paths[0].read_text())["command"] == "again"
 
 
 def test_what_was_not_measured_is_null_with_its_reason(measured):
-    plain = files.as_plain(measured({"fp32": 100, "fp16": 0.1}), "")
+    plain = reports.of_products(measured({"fp32": 100, "fp16": 0.1}), "").plain
     [cell] = [cell for cell in plain["by_size"] if cell["dtype"] == "fp16" and cell["size"] == 1024]
     assert cell["gflops_per_s"] is cell["spread"] is None
     assert cell["not_measured"] == "one product would take about 21 s"
@@ -94,15 +94,15 @@ def test_a_folder_that_cannot_be_is_found_out_before(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(ArgumentError, match=r"matmul.json and matmul.png have to be written there"):
-            files.check_folder(folder)
-    files.check_folder(tmp_path / "new" / "deep")
+            files.check_folder(folder, "matmul")
+    files.check_folder(tmp_path / "new" / "deep", "matmul")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_without_matplotlib_it_is_said_before(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="matplotlib"):
-        files.check_folder(tmp_path)
+        files.check_folder(tmp_path, "matmul")
 
 
 def shown(measurement, width):
@@ -144,4 +144,4 @@ def test_a_picture_with_nothing_but_gaps_can_be_drawn(measured, tmp_path):
     measurement = measured({"fp32": 1e-6, "fp16": 1e-6}, sizes=(1024,))
     assert all(cell.reason for cell in measurement.by_size)
     assert shown(measurement, 80)
-    files.write(measurement, tmp_path, "")
+    files.write(reports.of_products(measurement, ""), tmp_path)

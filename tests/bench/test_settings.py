@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from halfstep.bench import settings
+from halfstep.bench import checks, settings
 from halfstep.bench.products import Product
 from halfstep.bench.settings import alignment_sizes, choose, read_sizes
 from halfstep.errors import ArgumentError, UnsupportedError
@@ -69,13 +69,13 @@ def test_sizes_that_are_no_numbers(text):
 
 def test_threads_are_refused_where_they_change_nothing():
     with pytest.raises(ArgumentError, match="threads=2 on cuda:0"):
-        settings._threads(2, torch.device("cuda:0"))
-    assert settings._threads(1, torch.device("cpu")) == 1
-    assert settings._threads(os.cpu_count(), torch.device("cpu")) == os.cpu_count()
+        checks.checked_threads(2, torch.device("cuda:0"))
+    assert checks.checked_threads(1, torch.device("cpu")) == 1
+    assert checks.checked_threads(os.cpu_count(), torch.device("cpu")) == os.cpu_count()
 
 
 def test_what_does_not_fit_is_refused_with_the_figure_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr(settings, "probe", lambda device: Hardware("cpu", "small", memory_bytes=2**20))
+    monkeypatch.setattr(checks, "probe", lambda device: Hardware("cpu", "small", memory_bytes=2**20))
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(ArgumentError) as caught:
         choose(["fp32"], [2**14], device="cpu")

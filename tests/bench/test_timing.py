@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfstep.bench import timing
+from halfstep.bench.clock import threads
 from halfstep.bench.products import Layout, Product
-from halfstep.bench.timing import FEWEST_ROUNDS, MOST_ROUNDS, ROUND_SECONDS, Cell, Timer, fp32_products, threads
+from halfstep.bench.timing import FEWEST_ROUNDS, MOST_ROUNDS, ROUND_SECONDS, Cell, Timer, fp32_products
 from halfstep.formats import BF16, FP16, FP32, TF32
 
 CPU = torch.device("cpu")

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
+from halfstep.bench.clock import UNDECIDED
 from halfstep.bench.measure import ALIGNMENT_STEPS
 from halfstep.bench.plot import draw
 from halfstep.bench.products import Layout
 from halfstep.bench.timing import Cell
-from halfstep.bench.verdict import UNDECIDED, noise_note, speed_over_fp32, verdicts
+from halfstep.bench.verdict import noise_of, speed_over_fp32, verdicts
 from halfstep.formats import BF16, FP16, FP32, TF32
 from halfstep.hardware import Hardware
 
@@ -97,9 +98,9 @@ def test_a_difference_within_the_spread_is_not_decided(measured):
     assert "cost; 1023 runs at 0.8" in texts(measurement)[0]
     noisy = dataclasses.replace(measurement, alignment=spread_out(measurement.alignment))
     assert texts(noisy)[0] == f"fp32: sizes off a multiple of 8, at 1024: {UNDECIDED}"
-    assert noise_note(measurement) == noise_note(noisy) == "", "half of the cells are quiet"
+    assert noise_of(measurement) == noise_of(noisy) == "", "half of the cells are quiet"
     noisy = dataclasses.replace(noisy, layouts=noisy.alignment, by_size=noisy.alignment)
-    assert noise_note(noisy).startswith("The rounds spread by 100%: the machine was busy")
+    assert noise_of(noisy).startswith("The rounds spread by 100%: the machine was busy")
 
 
 def test_no_sentence_says_nothing_where_the_rounds_spread(measured):
@@ -136,11 +137,11 @@ def test_the_caption_fits_the_picture_with_the_note(measured):
     settings = dataclasses.replace(measurement.settings, hardware=Hardware("cpu", name))
     cells = {name: spread_out(getattr(measurement, name)) for name in ("by_size", "layouts", "alignment")}
     measurement = dataclasses.replace(measurement, settings=settings, **cells)
-    assert noise_note(measurement)
+    assert noise_of(measurement)
     figure = draw(measurement)
     figure.canvas.draw()
     [caption] = [text for text in figure.texts if "Medians" in text.get_text()]
-    assert noise_note(measurement) in caption.get_text().replace("\n", " ")
+    assert noise_of(measurement) in caption.get_text().replace("\n", " ")
     box = caption.get_window_extent()
     assert box.x0 >= 0
     assert box.y0 >= 0

@@ -118,15 +118,17 @@ def test_bytes_per_parameter(name, state):
     assert state * held.num_parameters <= held.state_bytes < (state + 0.01) * held.num_parameters  # and step counters
 
 
-def test_on_text_the_masters_follow_fp32_from_the_first_steps():
+def test_on_text_masters_in_every_storage_follow_fp32_from_the_first_steps():
     """Eight steps; the study of 600 steps stands on the page about the command."""
+    names = (*MASTERS, "fp16-split", "bf16-stochastic", "bf16-split8-int8", "bf16-split8-int8-released")
     text = TASKS["text"]
     data = text.build_data()
     few = dataclasses.replace(
         data, train_x=data.train_x[:128], train_y=data.train_y[:128], test_x=data.test_x[:8], test_y=data.test_y[:8]
     )
     task = dataclasses.replace(text, build_data=lambda: few)
-    final = {name: train(task, REGIMES[name], 0, num_epochs=1).metric for name in ("fp32", *MASTERS)}
+    final = {name: train(task, REGIMES[name], 0, num_epochs=1).metric for name in ("fp32", *names)}
     assert final["fp32"] < 5.2  # the first weights have 5.6
-    for name in MASTERS:
-        assert abs(final[name] - final["fp32"]) < 2e-3
+    for name in names:
+        # Released gradients are clipped by the norm of the step before, which falls fast at first.
+        assert abs(final[name] - final["fp32"]) < (0.1 if REGIMES[name].is_released else 2e-3), name

@@ -74,6 +74,22 @@ def test_powers_of_ten_reach_down_to_the_lowest_error_of_any_step(study):
     assert 0.1 * lowest < low < lowest
 
 
+def test_a_picture_ends_where_the_runs_begin_if_that_is_below_the_constant_predictor(study):
+    """Fine-tuning begins low; up to the constant predictor its picture would be empty."""
+    constant = study.settings.tasks[1].constant_metric(study.settings.tasks[1].build_data())
+    assert drawn(study, "curves-autoencoder").axes[0].get_ylim()[1] == pytest.approx(1.12 * constant)
+    assert "predictor that ignores its input" in texts(drawn(study, "curves-autoencoder"))
+    tuned = [
+        dataclasses.replace(run, curve=tuple(CurvePoint(p.step, p.loss, 0.1 * p.metric) for p in run.curve))
+        for run in study.runs
+    ]
+    highest = max(p.metric for run in tuned if run.task == "autoencoder" for p in run.curve)
+    figure = drawn(dataclasses.replace(study, runs=tuple(tuned)), "curves-autoencoder")
+    assert figure.axes[0].get_ylim()[1] == pytest.approx(1.12 * highest)
+    assert 1.12 * highest < constant
+    assert "predictor that ignores its input" not in texts(figure)
+
+
 def test_the_histogram_shows_that_nothing_of_the_first_layer_is_left(study):
     """Unscaled, first layer: grey bars of the true gradient in the zone that rounds to 0, and no coloured bar."""
     figure = drawn(study, "gradients")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.compare.regimes import REGIMES
-from halfstep.compare.tasks import TASKS
+from halfstep.compare.tasks import STORAGES, TASKS
 from halfstep.policy import Policy
 
 
@@ -35,6 +35,15 @@ def test_every_regime_names_a_policy_that_says_what_it_does():
     assert REGIMES["bf16"].policy == "bf16-mixed"
 
 
+def test_the_policy_of_a_storage_spells_masters_and_moments():
+    assert REGIMES["fp16-split"].policy == "fp16-master,master=split"
+    assert REGIMES["bf16-stochastic"].policy == "bf16-master,master=stochastic"
+    assert REGIMES["bf16-split8-int8-released"].policy == "bf16-master,master=split8,moments=int8"
+    for regime in REGIMES.values():
+        if regime.is_packed:
+            assert str(Policy.parse(regime.policy)) == regime.policy
+
+
 def test_mistakes_are_marked_and_the_rest_is_not():
     assert [name for name, regime in REGIMES.items() if regime.mistake] == [
         name for name in REGIMES if name.startswith("wrong-")
@@ -42,7 +51,10 @@ def test_mistakes_are_marked_and_the_rest_is_not():
 
 
 def test_the_master_regimes_scale_as_the_mixed_ones_do():
-    for master, mixed in (("fp16-master", "fp16-dynamic"), ("bf16-master", "bf16")):
+    for master, mixed in (
+        ("fp16-master", "fp16-dynamic"), ("fp16-split", "fp16-dynamic"),
+        ("bf16-master", "bf16"), ("bf16-split8-int8", "bf16"),
+    ):  # fmt: skip
         assert REGIMES[master].scale_settings() == REGIMES[mixed].scale_settings()
         assert REGIMES[master].format == REGIMES[mixed].format
 
@@ -61,7 +73,7 @@ def test_two_runs_share_no_scale():
 
 
 def test_fp32_and_16_bit_weights_are_the_only_regimes_without_autocast():
-    half = ["fp16-master", "bf16-master", "bf16-true", "wrong-sums-in-16-bits"]
+    half = ["fp16-master", "bf16-master", "bf16-true", "fp16-split", *STORAGES, "wrong-sums-in-16-bits"]
     assert [name for name, regime in REGIMES.items() if regime.has_half_weights] == half
     assert [name for name, regime in REGIMES.items() if regime.autocast_dtype is None] == ["fp32", *half]
     assert REGIMES["bf16"].autocast_dtype is torch.bfloat16

@@ -11,7 +11,7 @@ from halfstep.compare import timing
 from halfstep.compare.regimes import REGIMES
 from halfstep.compare.run import SCHEMA, compare
 from halfstep.compare.settings import choose
-from halfstep.compare.tasks import HALF_WEIGHTS, TASKS, WRONG_REGIMES
+from halfstep.compare.tasks import HALF_WEIGHTS, STORAGES, TASKS, WRONG_REGIMES
 from halfstep.compare.text import library_text
 from halfstep.compare.verdict import Verdict
 from halfstep.errors import ArgumentError
@@ -89,15 +89,17 @@ def test_the_full_study_and_its_quick_form():
     assert {task.name for task in full.tasks} == TASKS.keys() - by_name_only
     assert [regime.name for regime in full.regimes] == [
         "fp32", "fp16-unscaled", "fp16-static-8", "fp16-static-1024", "fp16-dynamic", "fp16-dynamic-from-8",
-        "fp16-dynamic-from-8-fast", "fp16-adaptive", "bf16", *HALF_WEIGHTS,
+        "fp16-dynamic-from-8-fast", "fp16-adaptive", "bf16", *HALF_WEIGHTS, "fp16-split", *STORAGES,
     ]  # fmt: skip
     assert all(quick.regimes_of(task) == quick.regimes for task in quick.tasks)
     for task in full.tasks:
         usual = tuple(regime for regime in full.regimes if regime.in_full)
+        usual_and_half = (*usual, *(REGIMES[name] for name in HALF_WEIGHTS))
         masters = [full.regimes[0], *(REGIMES[name] for name in ("fp16-master", "bf16-master"))]
         expected = {
-            "attention": tuple(masters), "attention-naive": tuple(masters), "linear": full.regimes,
-            "linear-small-units": full.regimes, "digits": full.regimes,
+            "attention": tuple(masters), "attention-naive": tuple(masters), "linear": usual_and_half,
+            "linear-small-units": usual_and_half, "digits": usual_and_half,
+            "digits-finetune": tuple(REGIMES[name] for name in TASKS["digits-finetune"].regimes),
         }.get(task.name, usual)  # fmt: skip
         assert full.regimes_of(task) == expected, task.name
     assert [task.name for task in quick.tasks] == ["linear", "linear-small-units", "autoencoder-short"]

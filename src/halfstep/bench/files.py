@@ -1,9 +1,9 @@
-"""matmul.json and matmul.png on disk.
+"""A measurement's JSON and picture on disk.
 
 Method: whether the folder can be written, and whether matplotlib is there, is found out before anything is measured.
 Both files are made beside their place and moved there, so that an interrupted run leaves no half of one.
 
-Not here: what is in them.
+Not here: what is in them (reports.py).
 """
 
 from __future__ import annotations
@@ -13,35 +13,27 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from halfstep.bench.measure import Measurement
-from halfstep.bench.verdict import noise_note, verdicts
+from halfstep.bench.reports import Report
 from halfstep.errors import ArgumentError, MissingDependencyError
 
-JSON_NAME, PICTURE_NAME = "matmul.json", "matmul.png"
 
+def names_of(name: str) -> tuple[str, str]:
+    """The files of a report.
 
-def as_plain(measurement: Measurement, command: str) -> dict[str, Any]:
-    """The measurement with its verdicts and the command that made it, as plain data for JSON.
-
-    Args:
-        measurement: from `measure`.
-        command: what was typed.
-
-    Returns:
-        ``schema``, ``command``, ``verdicts``, ``noise`` (a sentence, or None), and the measurement's own keys.
+    Example:
+        >>> names_of("matmul")
+        ('matmul.json', 'matmul.png')
     """
-    said = [{"dtype": str(v.format), "ratio": v.ratio, "text": v.text} for v in verdicts(measurement)]
-    head = {"schema": "halfstep.bench.matmul/1", "command": command, "verdicts": said}
-    return {**head, "noise": noise_note(measurement) or None, **measurement.as_dict()}
+    return f"{name}.json", f"{name}.png"
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, name: str) -> None:
     """Find out before a run whether its files can be written.
 
     Args:
         folder: which need not exist.
+        name: of the report.
 
     Raises:
         ArgumentError: it could not be written.
@@ -59,16 +51,20 @@ def check_folder(folder: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".halfstep-", dir=existing))
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable(folder, name, error) from error
 
 
-def write(measurement: Measurement, folder: Path, command: str) -> list[Path]:
+def as_text(report: Report) -> str:
+    """The report's data as JSON."""
+    return json.dumps(report.plain, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write(report: Report, folder: Path) -> list[Path]:
     """Write both files.
 
     Args:
-        measurement: from `measure`.
+        report: from reports.py.
         folder: where to; made if it does not exist.
-        command: what was typed.
 
     Returns:
         The files.
@@ -76,26 +72,24 @@ def write(measurement: Measurement, folder: Path, command: str) -> list[Path]:
     Raises:
         ArgumentError: the folder cannot be written.
     """
-    from halfstep.bench.plot import draw
-
-    text = json.dumps(as_plain(measurement, command), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    figure = draw(measurement)
+    data, picture = names_of(report.name)
+    text, figure = as_text(report) + "\n", report.draw()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".halfstep-", dir=folder) as draft:
-            (Path(draft) / JSON_NAME).write_text(text, encoding="utf-8")
-            figure.savefig(Path(draft) / PICTURE_NAME)
-            for name in (JSON_NAME, PICTURE_NAME):
+            (Path(draft) / data).write_text(text, encoding="utf-8")
+            figure.savefig(Path(draft) / picture)
+            for name in (data, picture):
                 (Path(draft) / name).replace(folder / name)
     except OSError as error:
-        raise _unwritable(folder, error) from error
-    return [folder / JSON_NAME, folder / PICTURE_NAME]
+        raise _unwritable(folder, report.name, error) from error
+    return [folder / data, folder / picture]
 
 
-def _unwritable(folder: Path, error: OSError) -> ArgumentError:
+def _unwritable(folder: Path, name: str, error: OSError) -> ArgumentError:
     return ArgumentError(
         asked=f"files in {str(folder)!r}",
         true=f"the system says: {error.strerror or error}",
-        why=f"{JSON_NAME} and {PICTURE_NAME} have to be written there",
+        why=f"{' and '.join(names_of(name))} have to be written there",
         fix="pass --out with a folder that you may write to",
     )

@@ -9,19 +9,16 @@ Not here: what the numbers mean (verdict.py).
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
-
-from halfstep import __version__
+from halfstep.bench.clock import threads
+from halfstep.bench.machine import facts_of
 from halfstep.bench.products import Layout, Product
 from halfstep.bench.settings import Settings, alignment_sizes
-from halfstep.bench.timing import Cell, Timer, threads
+from halfstep.bench.timing import Cell, Timer
 from halfstep.formats import FloatFormat
 
 Progress: TypeAlias = "Callable[[int, int, str], object]"
@@ -88,7 +85,13 @@ def measure(
             alignment.append((base, *steps))
             layouts.append((base, *transposed))
         layouts += [groups.time_convolutions(fmt) for fmt in settings.formats]
-        return Measurement(settings, _flat(by_size), _flat(alignment), _flat(layouts), _machine(settings))
+        return Measurement(
+            settings,
+            _flat(by_size),
+            _flat(alignment),
+            _flat(layouts),
+            facts_of(settings.hardware, settings.num_threads),
+        )
 
 
 class _Groups:
@@ -135,15 +138,3 @@ class _Groups:
 
 def _flat(groups: Sequence[Sequence[Cell]]) -> tuple[Cell, ...]:
     return tuple(cell for group in groups for cell in group)
-
-
-def _machine(settings: Settings) -> dict[str, Any]:
-    return {
-        "hardware": settings.hardware.as_dict(),
-        "cores": os.cpu_count(),
-        "threads": settings.num_threads,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "halfstep": __version__,
-    }

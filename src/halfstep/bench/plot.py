@@ -1,46 +1,25 @@
 """The picture of `halfstep bench --matmul`: speed by size, and what sizes and layouts change.
 
 Method: left, GFLOP/s over n, both axes logarithmic, one line per dtype with its name at its end. Right, bars: speed
-over that of n x n row by row, within each dtype, so that dtypes of very different speed fit one axis. Colours of Okabe
-and Ito ("Color Universal Design", 2008), which remain apart for the common kinds of colour blindness.
-
+over that of n x n row by row, within each dtype, so that dtypes of very different speed fit one axis.
 Not here: words for what the bars mean; those are computed in verdict.py.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.bench.machine import in_words
 from halfstep.bench.measure import ALIGNMENT_STEPS, Measurement
+from halfstep.bench.style import BLUE, GREEN, INK, MUTED, ORANGE, SETTINGS, add_caption, new_figure
 from halfstep.bench.table import speed
 from halfstep.bench.timing import Cell
-from halfstep.bench.verdict import base_of, noise_note, ratio_of
+from halfstep.bench.verdict import base_of, noise_of, ratio_of
 from halfstep.formats import FloatFormat
 
-SIZE, DPI = (12.8, 7.2), 110  # inches; 16:9, what a projector shows
-CAPTION_COLUMNS = 140  # of size 10 across the picture
-INK, MUTED, GRID = "#1a1a1a", "#6b6b6b", "#e3e3e3"
-COLORS = {"fp32": INK, "tf32": "#E69F00", "fp16": "#0072B2", "bf16": "#009E73"}
+COLORS = {"fp32": INK, "tf32": ORANGE, "fp16": BLUE, "bf16": GREEN}
 _MARKERS = {"fp32": "o", "tf32": "D", "fp16": "s", "bf16": "^"}
-
-_SETTINGS: Any = {
-    "font.family": ["DejaVu Sans"],
-    "font.size": 13,
-    "axes.titlesize": 15,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-}
 
 
 def draw(measurement: Measurement) -> Any:
@@ -50,14 +29,12 @@ def draw(measurement: Measurement) -> Any:
         measurement: from `measure`.
 
     Returns:
-        A matplotlib figure (made without pyplot: no window, no global state).
+        A matplotlib figure.
     """
     import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=SIZE, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    with mpl.rc_context(SETTINGS):
+        figure = new_figure()
         axes = figure.subplot_mosaic([["speed", "sizes"], ["speed", "layouts"]], width_ratios=[1.15, 1])
         _draw_speeds(axes["speed"], measurement)
         formats = measurement.settings.formats
@@ -68,7 +45,7 @@ def draw(measurement: Measurement) -> Any:
         first = next(iter(layouts.values()))
         names = [_layout_name(cell) for cell in first if base_of(cell, first) is not cell]
         _draw_bars(axes["layouts"], ("Layouts", "speed over A B"), names, _ratios(layouts))
-        figure.supxlabel(_caption(measurement), fontsize=10, color=MUTED, x=0.01, ha="left")
+        add_caption(figure, _caption(measurement))
     return figure
 
 
@@ -140,10 +117,7 @@ def _draw_bars(axes: Any, title: tuple[str, str], names: Sequence[str], rows: di
 
 
 def _caption(measurement: Measurement) -> str:
-    machine, hardware = measurement.machine, measurement.settings.hardware
-    threads = f", {machine['threads']} of {machine['cores']} cores" if measurement.settings.device.type == "cpu" else ""
-    text = (
-        f"{hardware.name or hardware.label}{threads}, torch {machine['torch']}. Medians; bands from the slowest to the "
-        f"fastest round. Convolutions are compared with contiguous ones. {noise_note(measurement)}"
+    return (
+        f"{in_words(measurement.settings.hardware, measurement.machine)}. Medians; bands from the slowest to the "
+        f"fastest round. Convolutions are compared with contiguous ones. {noise_of(measurement)}"
     )
-    return textwrap.fill(text, CAPTION_COLUMNS)

@@ -6,23 +6,21 @@ Purpose: names become formats, sizes and a device here, once. Not here: measurin
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from halfstep.bench.checks import MEMORY_SHARE, checked_device, checked_seconds, checked_threads
 from halfstep.bench.products import Product
 from halfstep.errors import ArgumentError, UnsupportedError
 from halfstep.formats import BF16, FP16, FP32, TF32, FloatFormat, format_of
-from halfstep.hardware import Hardware, as_device, probe
+from halfstep.hardware import Hardware
 
 FORMATS = (FP32, TF32, FP16, BF16)
 DEFAULT_SECONDS = 25.0
 _SIZES = {"cpu": (128, 256, 512, 1024, 2048)}
 _SIZES_OF_A_GPU = (256, 512, 1024, 2048, 4096, 8192)
-_MEASURABLE = ("cpu", "cuda", "mps", "xpu")
-_MEMORY_SHARE = 0.5  # of the machine's: the rest is for everything else that runs on it
 
 
 @dataclass(frozen=True)
@@ -76,23 +74,15 @@ def choose(
         >>> [str(fmt) for fmt in settings.formats], settings.sizes
         (['fp32', 'bf16'], (64, 256))
     """
-    hardware = probe(None if device is None else device)
-    place = as_device(hardware.device_type if device is None else device)
-    if place.type not in _MEASURABLE:
-        raise ArgumentError(
-            asked=f"to measure on {str(place)!r}",
-            true=f"bench measures on {', '.join(_MEASURABLE)}",
-            why="nothing is computed there, or nothing that a clock would show",
-            fix="pass --device cpu, or leave --device out",
-        )
+    place, hardware = checked_device(device)
     chosen = _formats(formats, hardware)
     settings = Settings(
         formats=chosen,
         sizes=tuple(sorted(set(map(_positive_size, sizes)))) or _SIZES.get(place.type, _SIZES_OF_A_GPU),
         device=place,
         hardware=hardware,
-        num_threads=_threads(num_threads, place),
-        seconds=_positive_seconds(seconds),
+        num_threads=checked_threads(num_threads, place),
+        seconds=checked_seconds(seconds, DEFAULT_SECONDS),
     )
     _check_memory(settings)
     return settings
@@ -157,48 +147,16 @@ def _positive_size(size: int) -> int:
     return size
 
 
-def _positive_seconds(seconds: float) -> float:
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ArgumentError(
-            asked=f"seconds={seconds}",
-            true="it is the time that all measurements may take, above 0",
-            why="nothing could be measured in it",
-            fix=f"pass --seconds {DEFAULT_SECONDS:.0f}",
-        )
-    return float(seconds)
-
-
-def _threads(wanted: int | None, device: torch.device) -> int:
-    if wanted is None:
-        return torch.get_num_threads()
-    num_cores = os.cpu_count() or 1
-    if device.type != "cpu":
-        raise ArgumentError(
-            asked=f"threads={wanted} on {device}",
-            true="threads are the CPU's",
-            why="the option would change nothing",
-            fix="leave --threads out, or pass --device cpu",
-        )
-    if not 1 <= wanted <= num_cores:
-        raise ArgumentError(
-            asked=f"threads={wanted}",
-            true=f"this machine has {num_cores} cores",
-            why="no thread computes nothing, and more threads than cores wait for each other",
-            fix=f"pass --threads 1 to {num_cores}",
-        )
-    return wanted
-
-
 def _check_memory(settings: Settings) -> None:
     memory = settings.hardware.memory_bytes
     largest = settings.sizes[-1]
     # Products of one size in all dtypes are timed in turn, so their operands are there at the same time.
     needed = sum(Product(fmt, largest).num_bytes for fmt in settings.formats)
-    if memory is not None and needed > memory * _MEMORY_SHARE:
+    if memory is not None and needed > memory * MEMORY_SHARE:
         raise ArgumentError(
             asked=f"products of {largest} x {largest} matrices in {', '.join(map(str, settings.formats))}",
             true=f"they take {needed / 2**30:.1f} GiB; the device has {memory / 2**30:.1f} GiB, of which bench takes "
-            f"at most {_MEMORY_SHARE:.0%}",
+            f"at most {MEMORY_SHARE:.0%}",
             why="the operands would not fit",
             fix=f"pass --sizes up to {_largest_that_fits(settings, memory)}",
         )
@@ -206,7 +164,7 @@ def _check_memory(settings: Settings) -> None:
 
 def _largest_that_fits(settings: Settings, memory: int) -> int:
     bytes_per_square = sum(Product(fmt, 1).num_bytes for fmt in settings.formats)
-    return math.isqrt(int(memory * _MEMORY_SHARE) // bytes_per_square)
+    return math.isqrt(int(memory * MEMORY_SHARE) // bytes_per_square)
 
 
 # Sizes that the alignment is measured at, at most: large enough to keep a device busy, small enough to be quick.

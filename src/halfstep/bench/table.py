@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from halfstep.bench.machine import in_words
 from halfstep.bench.measure import ALIGNMENT_STEPS, Measurement
 from halfstep.bench.timing import Cell
-from halfstep.bench.verdict import base_of, noise_note, ratio_of, verdicts
+from halfstep.bench.verdict import base_of, noise_of, ratio_of, verdicts
 from halfstep.formats import FP32, FloatFormat
 
 NOT_MEASURED = "-"
@@ -26,16 +27,14 @@ def tables(measurement: Measurement) -> Iterator[Any]:
     Yields:
         Two tables with their headings, what was not measured and why, a word about noise, and the verdicts.
     """
-    machine, device = measurement.machine, measurement.settings.device
-    where = measurement.settings.hardware.name or measurement.settings.hardware.label
-    threads = f", {machine['threads']} of {machine['cores']} cores" if device.type == "cpu" else ""
-    yield f"[bold]GFLOP/s of n x n products[/]  [dim]{where}{threads}, torch {machine['torch']}[/]"
+    where = in_words(measurement.settings.hardware, measurement.machine)
+    yield f"[bold]GFLOP/s of n x n products[/]  [dim]{where}[/]"
     yield _speeds(measurement)
     yield "[bold]Speed over that of n x n, row by row[/]  [dim]of convolutions: over contiguous ones[/]"
     yield _ratios(measurement)
     for line in missing(measurement):
         yield f"[dim]not measured: {line}[/]"
-    if note := noise_note(measurement):
+    if note := noise_of(measurement):
         yield f"[yellow]{note}[/]"
     yield ""
     for verdict in verdicts(measurement):

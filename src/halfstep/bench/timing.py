@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from halfstep.bench.clock import spread_of, wait_for
 from halfstep.bench.products import Product
 from halfstep.formats import TF32
 from halfstep.tf32 import tf32_switched
@@ -59,10 +60,7 @@ class Cell:
     @property
     def spread(self) -> float | None:
         """Interquartile range of the rounds as a share of their median; None if it was not measured."""
-        if not self.seconds:
-            return None
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return (high - low) / statistics.median(self.seconds)
+        return spread_of(self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -168,16 +166,12 @@ class Timer:
     def _time_batch(self, run: _Run) -> float:
         is_tf32 = run.product.format == TF32
         with fp32_products(self.device.type, as_tf32=is_tf32), torch.no_grad():
-            self._wait()
+            wait_for(self.device)
             started = self.now()
             for _ in range(run.repeats):
                 run.multiply()
-            self._wait()
+            wait_for(self.device)
             return (self.now() - started) / run.repeats
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     def _predict(self, product: Product) -> float:
         """Seconds that one product will take, at the speed of the last of its kind."""
@@ -223,17 +217,6 @@ def _failed(product: Product, error: RuntimeError) -> Cell:
 
 def _too_long(predicted: float, seconds: float) -> str:
     return f"one product would take about {predicted:.2g} s" if seconds > 0 else "the time was spent"
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for the CPU's products, and the old number afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -11,19 +11,17 @@ Not here: what a dtype would do on other machines; thresholds are for words only
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.bench.clock import NOTICEABLE, UNDECIDED, noise_note
 from halfstep.bench.measure import Measurement
 from halfstep.bench.products import Layout
 from halfstep.bench.timing import Cell
 from halfstep.formats import FP32, FloatFormat
 
-NOTICEABLE = 0.1
 # Hardware that has a format multiplies it at fp32's speed or half of it at the least; software takes it apart first.
 EMULATED = 0.2
-UNDECIDED = "not decided: differences are within the rounds' spread"
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,14 @@ def verdicts(measurement: Measurement) -> tuple[Verdict, ...]:
     )
 
 
-def noise_note(measurement: Measurement) -> str:
-    """A sentence if the rounds of the same product differ much, for then something else ran too; else nothing.
+def noise_of(measurement: Measurement) -> str:
+    """A sentence if the rounds of the same product differ much; else nothing.
 
     Args:
         measurement: from `measure`.
-
-    Returns:
-        The sentence, or an empty string.
     """
     cells = (*measurement.by_size, *measurement.alignment, *measurement.layouts)
-    spread = statistics.median([cell.spread for cell in cells if cell.spread is not None] or [0.0])
-    if spread <= NOTICEABLE:
-        return ""
-    return f"The rounds spread by {spread:.0%}: the machine was busy, and its own speed is higher."
+    return noise_note(cell.spread for cell in cells)
 
 
 def speed_over_fp32(measurement: Measurement, fmt: FloatFormat) -> tuple[int, float] | None:

@@ -25,12 +25,12 @@ _PARTS = (
 def draw_bytes(study: Study, words: Words) -> Any:
     """Bytes held in one training step, by kind; one bar per policy, for fp16's regimes differ in the scale alone."""
     groups = _byte_groups(study)
-    policies = _policies(study)
+    named = _bars(study)
     height = 1.6 + sum(0.9 + 0.62 * len(rows) for _, rows in groups)
     figure, grid = new_figure(len(groups), 1, size=(SIZE[0], height), squeeze=False)
     figure.suptitle(words("plot.bytes_title"), x=0.012, ha="left", fontsize=20, fontweight="bold", color=INK)
     for axes, (task, rows) in zip(grid[:, 0], groups, strict=True):
-        _draw_bars(axes, rows, [_bar_name(policies[row.regime], words) for row in rows])
+        _draw_bars(axes, rows, [_bar_name(named[row.regime], words) for row in rows])
         size = task.batch_size // task.num_micro_batches
         title = words("plot.batch", task=words.name_of("task", task.name), size=size)
         axes.set_title(title, fontsize=15)
@@ -41,14 +41,14 @@ def draw_bytes(study: Study, words: Words) -> Any:
 
 
 def _byte_groups(study: Study) -> list[tuple[Task, list[Row]]]:
-    """Tasks worth a panel, each with one row per policy; tasks whose bytes equal an earlier one's are left out."""
-    policies = _policies(study)
+    """Tasks worth a panel, each with one row per bar; tasks whose bytes equal an earlier one's are left out."""
+    named = _bars(study)
     groups: list[tuple[Task, list[Row]]] = []
     seen: set[tuple[int, ...]] = set()
     for task in study.settings.tasks:
         first: dict[str, Row] = {}
         for row in study.rows_of(task.name):
-            first.setdefault(policies[row.regime], row)
+            first.setdefault(named[row.regime], row)
         rows = list(first.values())
         shape = tuple(getattr(row, part) for row in rows for _, part, *_ in _PARTS)
         if shape not in seen and max(shape) >= SMALLEST_BAR_BYTES:
@@ -57,12 +57,13 @@ def _byte_groups(study: Study) -> list[tuple[Task, list[Row]]]:
     return groups or [(study.settings.tasks[0], study.rows_of(study.settings.tasks[0].name)[:1])]
 
 
-def _policies(study: Study) -> dict[str, str]:
-    return {regime.name: regime.policy for regime in study.settings.regimes}
+def _bars(study: Study) -> dict[str, str]:
+    """Regime's name -> its bar: the policy, or the regime where policies have long names or the loop makes a change."""
+    return {r.name: r.name if r.is_packed else r.policy for r in study.settings.regimes}
 
 
-def _bar_name(policy: str, words: Words) -> str:
-    return words("plot.fp16_any") if policy == "fp16-mixed" else policy.removesuffix("-mixed")
+def _bar_name(bar: str, words: Words) -> str:
+    return words("plot.fp16_any") if bar == "fp16-mixed" else bar.removesuffix("-mixed")
 
 
 def _draw_bars(axes: Any, rows: Sequence[Row], names: Sequence[str]) -> None:

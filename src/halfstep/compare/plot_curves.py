@@ -20,13 +20,15 @@ def draw_curves(study: Study, task: Task, words: Words) -> Any:
     constant = task.constant_metric(task.build_data())
     runs = list(study.runs_of(task.name).values())
     ends = [_draw_line(axes, run) for run in runs]
-    axes.axhline(constant, color=MUTED, lw=1.5, ls=(0, (1, 2)))
-    label_level(axes, constant, words.constant(task.metric_name), side="right")
+    errors = [point.metric for run in runs for point in run.curve]
     axes.set_xlim(0, max(step for step, *_ in ends))
     if task.has_log_curve:
-        _scale_in_powers(axes, [point.metric for run in runs for point in run.curve], constant)
+        _scale_in_powers(axes, errors, constant)
     else:
-        _scale_errors(axes, [error for _, error, *_ in ends], constant)
+        _scale_errors(axes, errors, [error for _, error, *_ in ends], constant)
+    if constant < axes.get_ylim()[1]:
+        axes.axhline(constant, color=MUTED, lw=1.5, ls=(0, (1, 2)))
+        label_level(axes, constant, words.constant(task.metric_name), side="right")
     axes.set_xlabel(words("plot.step"))
     axes.set_ylabel(words(task.metric_name))
     axes.set_title(words.name_of("task", task.name))
@@ -48,9 +50,11 @@ def _draw_line(axes: Any, run: Run) -> tuple[float, float, str, str]:
     return (*(finite[-1] if finite else (steps[-1], math.inf)), name, style.color)
 
 
-def _scale_errors(axes: Any, last: Sequence[float], constant: float) -> None:
-    lowest = min(*last, constant)
-    axes.set_ylim(max(lowest - 0.25 * (constant - lowest), 0), constant * 1.12)
+def _scale_errors(axes: Any, errors: Sequence[float], last: Sequence[float], constant: float) -> None:
+    """From a little below the best end up to the constant predictor, or to the start of a model that knew more."""
+    highest = min(max((error for error in errors if math.isfinite(error)), default=constant), constant)
+    lowest = min(*last, highest)
+    axes.set_ylim(max(lowest - 0.25 * (highest - lowest), 0), highest * 1.12)
 
 
 def _scale_in_powers(axes: Any, errors: Sequence[float], constant: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from halfstep.compare.plot_bytes import draw_bytes
 from halfstep.compare.plot_curves import draw_curves
 from halfstep.compare.plot_gradients import draw_gradients, lesson
+from halfstep.compare.plot_quality import compares_storages, draw_quality
 from halfstep.compare.plot_scale import draw_scale
 from halfstep.compare.plot_style import drawing_with, plot_words
 from halfstep.compare.run import Study
@@ -30,7 +31,7 @@ class Picture:
 
     Args:
         name: file name without ending.
-        kind: ``"curves"``, ``"gradients"``, ``"scale"`` or ``"bytes"``; chooses the caption.
+        kind: ``"curves"``, ``"quality"``, ``"gradients"``, ``"scale"`` or ``"bytes"``; chooses the caption.
         task: what it is about; None for all tasks.
         draw: makes the figure.
     """
@@ -51,6 +52,8 @@ def pictures(study: Study) -> Iterator[Picture]:
     """The pictures that this study can show: one per question, and those only whose runs exist."""
     for task in study.settings.tasks:
         yield Picture(f"curves-{task.name}", "curves", task, partial(draw_curves, study, task))
+        if compares_storages(study, task):
+            yield Picture(f"quality-{task.name}", "quality", task, partial(draw_quality, study, task))
     shown = lesson(study)
     if shown is not None:
         yield Picture("gradients", "gradients", shown, partial(draw_gradients, study, shown))

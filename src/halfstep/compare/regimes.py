@@ -1,10 +1,13 @@
 """The regimes of the study: in which format forward and backward run, how the loss is scaled, in which order.
 
 Purpose: one row of the table each. Method: a regime is data; a new one is a new entry in ``REGIMES``. Most keep fp32
-weights (torch.autocast casts copies of them); ``fp16-master``, ``bf16-master`` and ``bf16-true`` have 16-bit ones, the
-first two with fp32 masters in the optimizer. All but the ``wrong-`` ones run on halfstep's Stepper, the unscaled ones
-with ``NoScale``, so that rows differ in precision and scale and in nothing else. The ``wrong-`` ones are loops written
-by hand with one common mistake each (mistakes.py).
+weights (torch.autocast casts copies of them). The others have 16-bit ones: ``bf16-true`` alone, ``fp16-master`` and
+``bf16-master`` with fp32 masters around torch's optimizer, and those called ``<format>-<master>[-<moments>]`` on
+halfstep's own optimizers, which keep both in fewer bytes.
+
+All but two kinds run on halfstep's Stepper, the unscaled ones with ``NoScale``, so that rows differ in precision and
+scale and in nothing else. The ``wrong-`` ones are loops written by hand with one common mistake each (mistakes.py), and
+a ``-released`` one steps inside the backward pass (released.py).
 
 Growth intervals: 2000 clean steps is every library's default and suits runs of 10**5 steps. The autoencoder's run has
 2200, so the ordinary dynamic regime here doubles every 200; the start from 8 is shown with both.
@@ -23,6 +26,7 @@ import torch
 
 from halfstep.compare.mistakes import GROWTH_INTERVAL, INIT_SCALE, Mistake
 from halfstep.formats import BF16, FP16, FP32, FloatFormat
+from halfstep.policy import Master, Moments
 from halfstep.scaling.adaptive import AdaptiveScale
 from halfstep.scaling.scale import DynamicScale, NoScale, Scale, StaticScale
 
@@ -31,7 +35,7 @@ class Weights(enum.Enum):
     """In which format a regime keeps the weights, and who keeps the rest; the second half of its policy's name."""
 
     FULL = "mixed"  # fp32, with autocast
-    MASTER = "master"  # 16-bit, and fp32 masters in the optimizer
+    MASTER = "master"  # 16-bit, and masters in the optimizer
     HALF = "true"  # 16-bit, and nothing else
 
 
@@ -46,7 +50,10 @@ class Regime:
         in_quick: whether the lecture demonstration shows it.
         in_full: whether a task shows it without asking for it by name.
         weights: in which format they are kept.
-        mistake: what its loop does wrong; None: it runs on the Stepper.
+        mistake: what its loop does wrong; None: it has none.
+        master: how the optimizer keeps what 16-bit weights lack; it counts beside ``Weights.MASTER`` alone.
+        moments: how the optimizer keeps its moments; likewise.
+        is_released: whether each gradient is used and freed inside the backward pass.
     """
 
     name: str
@@ -56,13 +63,23 @@ class Regime:
     in_full: bool = True
     weights: Weights = Weights.FULL
     mistake: Mistake | None = None
+    master: Master = Master.FP32
+    moments: Moments = Moments.FP32
+    is_released: bool = False
 
     @property
     def policy(self) -> str:
-        """Name of the policy that the Stepper runs under."""
+        """The policy that the Stepper runs under, as text."""
         if self.format == FP32:  # not `is`: a regime that was pickled has a copy
             return "fp32"
-        return f"{self.format.name}-{self.weights.value}"
+        master = f",master={self.master.value}" if self.master is not Master.FP32 else ""
+        moments = f",moments={self.moments.value}" if self.moments is not Moments.FP32 else ""
+        return f"{self.format.name}-{self.weights.value}{master}{moments}"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it steps with halfstep's own optimizers, for masters or moments in less than fp32."""
+        return (self.master, self.moments) != (Master.FP32, Moments.FP32)
 
     @property
     def has_half_weights(self) -> bool:
@@ -89,6 +106,14 @@ def _half_weights(name: str, fmt: FloatFormat, weights: Weights, build_scale: Ca
     return Regime(name, fmt, build_scale, in_quick=False, in_full=False, weights=weights)
 
 
+def _packed(fmt: FloatFormat, master: Master, moments: Moments = Moments.FP32, *, is_released: bool = False) -> Regime:
+    parts = [fmt.name, master.value]
+    parts += [moments.value] * (moments is not Moments.FP32) + ["released"] * is_released
+    build_scale = NoScale if fmt == BF16 else partial(DynamicScale, growth_interval=GROWTH_INTERVAL)
+    plain = _half_weights("-".join(parts), fmt, Weights.MASTER, build_scale)
+    return replace(plain, master=master, moments=moments, is_released=is_released)
+
+
 def _wrong(mistake: Mistake) -> Regime:
     if mistake is Mistake.HALF_SUMS:
         return replace(_half_weights(f"wrong-{mistake.value}", BF16, Weights.MASTER), mistake=mistake)
@@ -111,6 +136,13 @@ REGIMES: dict[str, Regime] = {
         _half_weights("fp16-master", FP16, Weights.MASTER, partial(DynamicScale, growth_interval=GROWTH_INTERVAL)),
         _half_weights("bf16-master", BF16, Weights.MASTER),
         _half_weights("bf16-true", BF16, Weights.HALF),
+        _packed(FP16, Master.SPLIT),
+        _packed(BF16, Master.SPLIT),
+        _packed(BF16, Master.SPLIT8),
+        _packed(BF16, Master.STOCHASTIC),
+        _packed(BF16, Master.SPLIT, Moments.BF16),
+        _packed(BF16, Master.SPLIT8, Moments.INT8),
+        _packed(BF16, Master.SPLIT8, Moments.INT8, is_released=True),
         *map(_wrong, Mistake),
     )
 }

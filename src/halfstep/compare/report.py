@@ -141,6 +141,7 @@ class _Section:
     text: str
     picture: str
     caption: str
+    quality: str | None
     rows: list[Any]
     source: str
     free_mistakes: list[Row]
@@ -187,6 +188,7 @@ def _section(study: Study, task: Task, shown: dict[str, dict[str, Any]], words: 
         text=words.texts.get(f"task.{task.name}.text", ""),
         picture=shown[f"curves-{task.name}"]["source"],
         caption=words(caption, metric=_sentence(words(f"{task.metric_name}_long"))),
+        quality=shown[quality]["source"] if (quality := f"quality-{task.name}") in shown else None,
         rows=study.rows_of(task.name),
         source=words.source(data.source, data.source_facts) if data.source else "",
         free_mistakes=_free_mistakes(study, task),

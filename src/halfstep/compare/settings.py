@@ -75,7 +75,7 @@ def choose(
         Settings for `compare`.
 
     Raises:
-        ArgumentError: a name is unknown, a number too small, or a mistake cannot be made on a task.
+        ArgumentError: a name is unknown, a number too small, or a regime's loop cannot run on a task.
 
     Example:
         >>> settings = choose(["linear"], ["bf16"], num_jobs=1)
@@ -88,7 +88,7 @@ def choose(
         regime for regime in REGIMES.values() if any(_shows(task, regime, is_quick=is_quick) for task in chosen_tasks)
     ]
     for task in chosen_tasks if regimes else ():
-        _check_mistakes(task, chosen_regimes)
+        _check_loops(task, chosen_regimes)
     if REFERENCE not in chosen_regimes:
         chosen_regimes.insert(0, REFERENCE)
     if num_jobs is None:
@@ -110,24 +110,28 @@ def _shows(task: Task, regime: Regime, *, is_quick: bool) -> bool:
     return is_own and (regime.in_quick or not is_quick)
 
 
-def _check_mistakes(task: Task, regimes: Sequence[Regime]) -> None:
-    """Refuse a mistake that a task leaves no room for: its loop would be a right one under a wrong name."""
+def _check_loops(task: Task, regimes: Sequence[Regime]) -> None:
+    """Refuse a mistake that a task leaves no room for: its loop would be a right one under a wrong name. And a release
+    of gradients that are to be summed first.
+    """
     for regime in regimes:
-        if regime.mistake is None or not (lack := _lack(task, regime.mistake)):
+        if not (lack := _lack(task, regime)):
             continue
-        able = [
-            other.name for other in TASKS.values() if not _lack(other, regime.mistake) and regime.name in other.regimes
-        ]
+        able = [other.name for other in TASKS.values() if regime.name in other.regimes and not _lack(other, regime)]
+        what = "the mistake cannot be made there, so the row would show a right loop under a wrong name"
         raise ArgumentError(
             asked=f"the regime {regime.name!r} on the task {task.name!r}",
             true=f"{task.name} {lack}",
-            why="the mistake cannot be made there, so the row would show a right loop under a wrong name",
+            why="a gradient that is used and freed at once cannot be summed" if regime.is_released else what,
             fix=f"choose a task that shows it: --task {' or --task '.join(able)}",
         )
 
 
-def _lack(task: Task, mistake: Mistake) -> str:
-    """What a task would need for a mistake to be possible; empty if nothing."""
+def _lack(task: Task, regime: Regime) -> str:
+    """What stands in the way of a regime's loop on a task; empty if nothing."""
+    mistake = regime.mistake
+    if regime.is_released and task.num_micro_batches > 1:
+        return f"has {task.num_micro_batches} micro-batches in each window"
     if mistake is Mistake.CLIP_SCALED and task.clip_norm is None:
         return "clips no gradients"
     if mistake is Mistake.SCHEDULE_SKIPPED and task.build_scheduler is None:

@@ -24,7 +24,6 @@ from halfstep.compare.measure import (
     footprint,
     gradient_stats,
     saved_bytes,
-    storage_bytes,
 )
 from halfstep.compare.regimes import Regime
 from halfstep.compare.task import Task
@@ -157,7 +156,7 @@ def _loop(trainer: Trainer, notes: _Notes, num_epochs: int) -> None:
             trainer.backward(batch)
         if step == len(batches) - 1:
             notes.stats.append(gradient_stats(trainer.gradients()))
-            notes.gradient_bytes = storage_bytes(trainer.gradients())
+            notes.gradient_bytes = trainer.gradient_bytes()
         if not trainer.step():
             notes.skipped.append(step)
     notes.curve.append(trainer.evaluate(len(batches)))

@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.casting import cast_model
+from halfstep.compare.measure import storage_bytes
 from halfstep.compare.mistakes import Mistake, MistakenLoop
+from halfstep.compare.optimizers import build_optimizer
 from halfstep.compare.regimes import Regime, Weights
+from halfstep.compare.released import ReleasedLoop
 from halfstep.compare.sums import ExactSums
 from halfstep.compare.task import Data, Task
 from halfstep.emulation import emulate
 from halfstep.formats import FloatFormat
 from halfstep.hardware import probe
 from halfstep.kernels.gradients import gradient_of
-from halfstep.optim.masters import MasterWeights
+from halfstep.optim.packed import PackedOptimizer
 from halfstep.training.stepper import Stepper
 
 
@@ -120,41 +123,41 @@ class Trainer:
         # The first weights are drawn on the CPU: a seed means the same weights on every device.
         torch.manual_seed(self.seed)
         self.model = self.task.build_model().to(self.device)
-        self._full_weights = [p.detach().clone() for p in self.model.parameters()] if self.has_masters else []
+        self._drawn: dict[Tensor, Tensor] = {}
+        if self.has_masters:
+            self._drawn.update((parameter, parameter.detach().clone()) for parameter in self.model.parameters())
         if self.regime.has_half_weights:
             kept = self.task.keep_fp32 if self.has_masters else ()
             cast_model(self.model, self.regime.policy, keep_fp32=kept)
         self.data = self.task.build_data().to(self.device)
         self.precision = Precision(self.regime, self.device)
-        self._loop = self._stepper_loop() if self.regime.mistake is None else self._mistaken_loop(self.regime.mistake)
+        self._loop = self._build_loop()
+        self._drawn.clear()
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer keeps fp32 masters of 16-bit weights."""
+        """Whether the optimizer keeps masters of 16-bit weights."""
         return self.regime.weights is Weights.MASTER
 
     def _build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The task's optimizer, with masters if the regime wants them: the fp32 weights as they were drawn."""
-        optimizer = self.task.build_optimizer(parameters)
-        if not self.has_masters:
-            return optimizer
-        wrapped = MasterWeights(optimizer)
-        # The policy's cast left the weights rounded, and some in fp32 (batch normalisation), which have no master.
-        for parameter, full in zip(self.model.parameters(), self._full_weights, strict=True):
-            if "master" in wrapped.state[parameter]:
-                wrapped.state[parameter]["master"].copy_(full)
-        return wrapped
+        return build_optimizer(self.task, self.regime, parameters, drawn=self._drawn, seed=self.seed)
 
-    def _stepper_loop(self) -> StepperLoop:
+    def _build_loop(self) -> StepperLoop | MistakenLoop | ReleasedLoop:
+        if self.regime.mistake is not None:
+            return self._mistaken_loop(self.regime.mistake)
         optimizer = self._build_optimizer(self.model.parameters())
         self.optimizers = [optimizer]
+        scheduler = self._build_scheduler(optimizer) if self.task.build_scheduler else None
+        if self.regime.is_released:
+            assert isinstance(optimizer, PackedOptimizer)
+            return ReleasedLoop(self.model, optimizer, scheduler, self.task.clip_norm)
         stepper = Stepper(
             *(self.model, optimizer),
             policy=self.regime.policy,
             scale=self.regime.build_scale(),
             clip_norm=self.task.clip_norm,
             accumulate=self.task.num_micro_batches,
-            scheduler=self._build_scheduler(optimizer) if self.task.build_scheduler else None,
+            scheduler=scheduler,
             on_overflow="ignore",
             on_repeat="ignore",
         )
@@ -239,9 +242,18 @@ class Trainer:
         return CurvePoint(step, float(loss), self.task.metric(self.model, output, self.data))
 
     def gradients(self) -> list[Tensor]:
-        """Gradients as they are, in the order of the parameters; a window's fp32 sums where it has some."""
-        found = [gradient_of(parameter) for parameter in self.model.parameters()]
-        return [gradient for gradient in found if gradient is not None]
+        """Gradients as they are, in the order of the parameters; a window's fp32 sums where it has some.
+
+        Where they are released, copies of what was there.
+        """
+        parameters = self.model.parameters()
+        if isinstance(self._loop, ReleasedLoop):
+            return [self._loop.gradients[p] for p in parameters if p in self._loop.gradients]
+        return [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are there; where they are released, the most that were at once so far."""
+        return self._loop.gradient_bytes if isinstance(self._loop, ReleasedLoop) else storage_bytes(self.gradients())
 
 
 def num_steps(task: Task, num_epochs: int) -> int:

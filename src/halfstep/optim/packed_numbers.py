@@ -22,6 +22,7 @@ from halfstep.optim.keeping import STEP
 from halfstep.optim.packed_members import Row
 
 _Groups = Sequence[Mapping[str, Any]]
+_FEW = 100  # parameters: Python's own integers are faster up to there than some fifty operations on tensors
 
 
 def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -38,16 +39,10 @@ def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Ten
         StateError: on the host: a step counter does not count.
     """
     device = rows[0].member.parameter.device
-    numbers = torch.tensor([row.member.number for row in rows])
-    seeds = torch.tensor([groups[row.group]["seed"] for row in rows])
-    if is_host(device):
-        return _on_host(rule, groups, rows, factor, (seeds, numbers))
-    return _on_device(rule, groups, rows, factor, (_sent(seeds, device), _sent(numbers, device)))
+    return (_on_host if is_host(device) else _on_device)(rule, groups, rows, factor)
 
 
-def _on_host(
-    rule: Rule, groups: _Groups, rows: list[Row], factor: Any, chance: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _on_host(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
     steps = [row.state[STEP].item() + 1.0 for row in rows]
     if not all(step >= 1.0 for step in steps):
         raise refusals.bad_step_counter(steps)
@@ -56,14 +51,17 @@ def _on_host(
     constants = torch.tensor([known[kind] for kind in kinds], dtype=torch.float64)
     if bool(constants.isnan().any()):
         raise refusals.not_a_number(rule)
-    seeds, numbers = chance
-    return finite(constants), storage.random_key(seeds, torch.tensor(steps).long(), numbers)
+    if not any(row.member.slot.needs_chance for row in rows):
+        return finite(constants), torch.zeros(len(rows), dtype=torch.int64)
+    facts = [(groups[row.group]["seed"], int(step), row.member.number) for row, step in zip(rows, steps, strict=True)]
+    if len(rows) <= _FEW:
+        return finite(constants), torch.tensor([storage.random_key(*fact) for fact in facts])
+    return finite(constants), storage.random_key(*torch.tensor(facts).T)
 
 
-def _on_device(
-    rule: Rule, groups: _Groups, rows: list[Row], factor: Any, chance: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _on_device(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
     device = rows[0].member.parameter.device
+    chance = _sent(torch.tensor([(groups[row.group]["seed"], row.member.number) for row in rows]), device)
     wide = torch.float64 if has_float64(device) else torch.float32
     steps = torch.stack([row.state[STEP] for row in rows]).to(wide) + 1.0
     parts, start = [], 0
@@ -71,7 +69,7 @@ def _on_device(
         numbers = _numbers(rule, groups[index], steps[start : start + size], factor)
         parts.append(torch.stack([_column(number, size, wide, device) for number in numbers], dim=1))
         start += size
-    return finite(torch.cat(parts)), storage.random_key(chance[0], steps.long(), chance[1])
+    return finite(torch.cat(parts)), storage.random_key(chance[:, 0], steps.long(), chance[:, 1])
 
 
 def _numbers(rule: Rule, group: Mapping[str, Any], step: Any, factor: Any) -> tuple[Any, ...]:
