@@ -9,13 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import ArgumentError
+from halfstep.kernels import choose, host_norms
 from halfstep.kernels import inspect as inspection
-from halfstep.kernels.inspect import BLOCK, _by_dtype, _norms_by_foreach, inspect, real_values
+from halfstep.kernels.host_norms import BLOCK
+from halfstep.kernels.inspect import _by_dtype, _norms_by_foreach, inspect, real_values
 
 CPU = torch.device("cpu")
 REL = 3e-5  # half of the 2**-14 that bounds a norm; the worst that was measured is half of this again
 LONG_SIZES = [2**20 - 1, 2**20, 2**20 + 1, 2**21 + 3]  # the first and the last leave elements over beside equal rows
 INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=["torch", "numba"], autouse=True)
+def executor(request, monkeypatch):
+    """Few elements go through torch and many through a compiled loop; here each test asks both."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(inspection, "choose", lambda device, number: choose.Executor(request.param, ""))
+    return request.param
 
 
 def norms(*gradients, **options):
@@ -190,8 +201,9 @@ def test_largest_must_be_asked_for():
 @pytest.fixture
 def read_again(monkeypatch):
     """The sizes of what inspect() reads a second time."""
-    sizes, look = [], inspection._largest_on_host
-    monkeypatch.setattr(inspection, "_largest_on_host", lambda vs: sizes.extend(v.numel() for v in vs) or look(vs))
+    monkeypatch.setattr(inspection, "choose", lambda device, number: choose.TORCH)
+    sizes, look = [], host_norms.largest_of
+    monkeypatch.setattr(host_norms, "largest_of", lambda vs: sizes.extend(v.numel() for v in vs) or look(vs))
     return sizes
 
 
@@ -203,7 +215,7 @@ def test_every_element_counts_once(size, dtype):
 
 @pytest.mark.parametrize("size", LONG_SIZES)
 def test_one_element_alone_is_the_norm(size):
-    length = inspection._rows_of(size)[1]
+    length = host_norms._rows_of(size)[1]
     for place in (0, BLOCK - 1, BLOCK, length - 1, length, 2**20 - 2, size // length * length - 1, size - 1):
         g = torch.zeros(size)
         g[place] = -5.0
@@ -212,7 +224,7 @@ def test_one_element_alone_is_the_norm(size):
 
 @pytest.mark.parametrize("size", range(BLOCK + 1, 2**21, 99_991))
 def test_rows_are_no_longer_than_a_block_and_leave_little_over(size):
-    num_rows, length = inspection._rows_of(size)
+    num_rows, length = host_norms._rows_of(size)
     assert length <= BLOCK
     assert 0 <= size - num_rows * length < num_rows
 
@@ -419,3 +431,18 @@ def test_an_accelerator_is_asked_once_per_dtype_and_answers_in_order():
     assert row.dtype == torch.float32
     assert _by_dtype([*g, torch.ones(1).double()], lambda vs: [v.amax() for v in vs]).dtype == torch.float64
     assert _by_dtype(g[:1], lambda vs: [v.amax() for v in vs]).dtype == torch.float32
+
+
+def test_the_bits_of_a_norm_do_not_depend_on_threads(executor, monkeypatch):
+    if executor == "numba":
+        monkeypatch.setattr("halfstep.kernels.numba_.loops.FEWEST", 8)
+    gradients = [torch.randn(size).bfloat16() for size in (5, 2048, 70_001, 300)]
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2, 3, 7):
+            torch.set_num_threads(number)
+            found.append(norms(*gradients))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)

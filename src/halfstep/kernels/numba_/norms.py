@@ -1,0 +1,112 @@
+"""The norms of many gradients in one read, as ``kernels/inspect.py`` wants them.
+
+Squares are added up in blocks: in fp32, which is vector instructions, and once more in fp64 where that sum is not to be
+trusted (it overflowed, it is NaN, or squares may have vanished in it). The blocks of a tensor are added in fp64, in an
+order that does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from halfstep._compat import is_dense
+from halfstep.kernels.numba_.bits import bf16_to_float, fp16_to_float, has_fp16, pointer
+from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.loops import Table, has_plain_memory
+
+_BLOCK = 2048  # elements
+# What fp32 drops of squares below its smallest number is less than 2**-24 of a sum from here on.
+_TRUSTED = np.float32(2.0**-90)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_served(gradient: Tensor) -> bool:
+    """Whether :func:`norms` takes it."""
+    if gradient.dtype not in _DTYPES or (gradient.dtype == torch.float16 and not has_fp16()):
+        return False
+    return has_plain_memory(gradient) and is_dense(gradient) and gradient.numel() > 0
+
+
+def norms(gradients: Sequence[Tensor]) -> list[float]:
+    """The L2 norm of each gradient: finite exactly when every element is, and NaN before inf.
+
+    Args:
+        gradients: on the CPU, each served.
+    """
+    found = [0.0] * len(gradients)
+    places: dict[torch.dtype, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        places.setdefault(gradient.dtype, []).append(place)
+    for dtype, group in places.items():
+        for place, norm in zip(group, _norms([gradients[place] for place in group], dtype), strict=True):
+            found[place] = norm
+    return found
+
+
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[float]:
+    table = Table(gradients)
+    ends = np.cumsum(-(-table.sizes // _BLOCK))
+    firsts = np.concatenate([[0], ends[:-1]])
+    sums = np.zeros(int(ends[-1]), dtype=np.float64)
+    table.run(_squares(_DTYPES.index(dtype)), firsts, sums)
+    norms: list[float] = np.sqrt(np.add.reduceat(sums, firsts)).tolist()
+    return norms
+
+
+@functools.cache
+def _squares(dtype: int) -> Callable[..., Any]:
+    @numba.njit(nogil=True, fastmath={"reassoc"})  # NaN and infinities stay what they are
+    def sum_of_block(address: Any, size: Any) -> Any:
+        total = np.float32(0)
+        if dtype == 0:
+            wide = carray(pointer(address), size, np.float32)
+            for i in range(size):
+                total += wide[i] * wide[i]
+        else:
+            half = carray(pointer(address), size, np.uint16)
+            for i in range(size):
+                value = bf16_to_float(half[i]) if dtype == 1 else fp16_to_float(half[i])
+                total += value * value
+        return total
+
+    @numba.njit(nogil=True)
+    def careful_sum(address: Any, size: Any) -> Any:
+        total = 0.0
+        if dtype == 0:
+            wide = carray(pointer(address), size, np.float32)
+            for i in range(size):
+                total += np.float64(wide[i]) * np.float64(wide[i])
+        else:
+            half = carray(pointer(address), size, np.uint16)
+            for i in range(size):
+                value = np.float64(bf16_to_float(half[i]) if dtype == 1 else fp16_to_float(half[i]))
+                total += value * value
+        return total
+
+    width = 4 if dtype == 0 else 2
+
+    @compiled(numba.njit)
+    def squares(addresses: Any, sizes: Any, start: int, stop: int, firsts: Any, sums: Any) -> int:
+        base = 0
+        for tensor in range(sizes.size):
+            size = sizes[tensor]
+            # A block is whose thread its first element falls to.
+            low = max(0, (start - base + _BLOCK - 1) // _BLOCK)
+            high = min((size + _BLOCK - 1) // _BLOCK, (stop - base + _BLOCK - 1) // _BLOCK)
+            for block in range(low, high):
+                address, length = addresses[tensor, 0] + width * block * _BLOCK, min(_BLOCK, size - block * _BLOCK)
+                total = sum_of_block(address, length)
+                is_trusted = _TRUSTED <= total < np.float32(np.inf)
+                sums[firsts[tensor] + block] = total if is_trusted else careful_sum(address, length)
+            base += size
+        return 0
+
+    return squares
