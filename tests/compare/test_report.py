@@ -333,6 +333,16 @@ def test_the_short_form_does_not_replace_the_studys_report():
     }  # fmt: skip
 
 
+def test_bytes_have_a_column_where_regimes_differ_in_them(study):
+    assert "bytes" not in printed(study, "en", 140)
+    lighter = [
+        dataclasses.replace(row, bytes_per_parameter=7.125) if row.regime == "bf16" else row for row in study.rows
+    ]
+    text = printed(dataclasses.replace(study, rows=tuple(lighter)), "en", 140)
+    assert text.count("bytes") == text.count(" 7.12 ") == 2  # two tasks
+    assert "bytes" not in printed(dataclasses.replace(study, rows=tuple(lighter)), "en", 50)
+
+
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(study):
     text = printed(study, "en", 70)
     assert "fp16-static-1024" in text

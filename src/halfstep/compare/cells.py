@@ -125,6 +125,11 @@ def kib(num_bytes: int) -> str:
     return f"{num_bytes / 1024:,.0f} KiB" if num_bytes >= 10240 else f"{num_bytes / 1024:.1f} KiB"
 
 
+def bytes_per_parameter(row: Row) -> str:
+    """Of weights, gradients and optimizer state."""
+    return f"{row.bytes_per_parameter:.2f}"
+
+
 def time_ratio(row: Row, words: Words) -> str:
     """Time per step relative to fp32, or why there is none."""
     if row.is_emulated:

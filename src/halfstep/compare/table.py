@@ -44,7 +44,7 @@ def tables(study: Study, words: Words, console: Any) -> Iterator[Any]:
 
 
 # The columns that can be left out, the least missed first.
-_CAN_GO = ("activations", "zeros_short", "skipped", "scale")
+_CAN_GO = ("activations", "zeros_short", "skipped", "scale", "bytes")
 
 
 def _widest_that_fits(study: Study, task: Task, words: Words, console: Any) -> Any:
@@ -94,11 +94,11 @@ def _caption(task: Task, words: Words) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TWO_LINES = ("difference", "skipped", "scale", "time")
+_TWO_LINES = ("difference", "skipped", "scale", "bytes", "time")
 
 
 def _columns(rows: Sequence[Row], words: Words) -> dict[str, tuple[str, Callable[[Row], str]]]:
-    """Heading's key -> (side, cell of a row); time only where there is a second regime to compare with."""
+    """Heading's key -> (side, cell of a row); bytes and time only where there are two that can be compared."""
     columns: dict[str, tuple[str, Callable[[Row], str]]] = {
         "regime": ("left", lambda row: row.regime),
         "error": ("right", cells.error),
@@ -109,6 +109,8 @@ def _columns(rows: Sequence[Row], words: Words) -> dict[str, tuple[str, Callable
         "activations": ("right", lambda row: cells.kib(row.peak_activation_bytes)),
         "scale": ("right", lambda row: cells.scale(row.final_scale)),
     }
+    if len({cells.bytes_per_parameter(row) for row in rows}) > 1:
+        columns["bytes"] = ("right", cells.bytes_per_parameter)
     if sum(row.step_time_ratio is not None for row in rows) > 1:
         columns["time"] = ("right", lambda row: cells.time_ratio(row, words))
     return columns

@@ -2,11 +2,16 @@
 
 numba knows neither bf16 nor fp16, and cannot look at the bits of a scalar. So 16-bit elements are read and written as
 ``uint16``, and these functions turn them into fp32 and back; LLVM makes vector instructions of them.
+
+``load`` and ``store`` are told an element's role, and tell LLVM that memories of different roles do not overlap
+("type-based alias analysis"). Otherwise a loop over more than a few arrays would need more checks at run time than
+LLVM makes, and would stay scalar.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -31,6 +36,75 @@ def pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+# Kinds of elements in memory.
+F32, U32, PAIR, U16, I16, I8 = range(6)  # PAIR: two 16-bit elements in 32 bits, the first one in the lower half
+_KINDS = (
+    (_FLOAT, types.float32, 4),
+    (_I32, types.uint32, 4),
+    (_I32, types.uint32, 2),
+    (_I16, types.uint16, 2),
+    (_I16, types.int16, 2),
+    (ir.IntType(8), types.int8, 1),
+)
+
+
+def _element(builder: Any, role: int, kind: int, address: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Where an element is, and what marks an access to it with its role."""
+    module, zero = builder.module, ir.Constant(ir.IntType(64), 0)
+    name = module.add_metadata([f"role {role}", module.add_metadata(["halfstep"]), zero])
+    tag = module.add_metadata([name, name, zero])
+    where = builder.gep(builder.inttoptr(address, _KINDS[kind][0].as_pointer()), [index], inbounds=True)
+
+    def marked(access: Any) -> Any:
+        access.align = _KINDS[kind][2]
+        access.set_metadata("tbaa", tag)
+        return access
+
+    return where, marked
+
+
+@intrinsic(prefer_literal=True)
+def load(context: Any, role: Any, kind: Any, address: Any, index: Any) -> Any:
+    """An element of the array at an address; role and kind are constants."""
+
+    constants = role.literal_value, kind.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, marked = _element(builder, *constants, *arguments[2:])
+        return marked(builder.load(where))
+
+    return _KINDS[kind.literal_value][1](role, kind, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def store(context: Any, role: Any, kind: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write an element of the array at an address."""
+
+    constants = role.literal_value, kind.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, marked = _element(builder, *constants, *arguments[2:4])
+        marked(builder.store(arguments[4], where))
+        return context.get_dummy_value()
+
+    return types.void(role, kind, types.int64, types.int64, _KINDS[kind.literal_value][1]), generate
+
+
+@intrinsic(prefer_literal=True)
+def largest_magnitude(context: Any, role: Any, number: Any, address: Any, index: Any) -> Any:
+    """Of so many fp32 elements from an index on, as a pattern: a loop of so few would stay scalar."""
+    role_value, vector = role.literal_value, ir.VectorType(_I32, number.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, marked = _element(builder, role_value, U32, *arguments[2:])
+        elements = marked(builder.load(builder.bitcast(where, vector.as_pointer())))
+        magnitudes = builder.and_(elements, ir.Constant(vector, [0x7FFFFFFF] * vector.count))
+        name, kind = f"llvm.vector.reduce.umax.v{vector.count}i32", ir.FunctionType(_I32, [vector])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [magnitudes])
+
+    return types.uint32(role, number, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -71,6 +145,19 @@ def float_to_fp16(context: Any, value: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], _HALF), _I16)
 
     return types.uint16(types.float32), generate
+
+
+@intrinsic
+def clamp(context: Any, value: Any, largest: Any) -> Any:
+    """A number, not NaN, made ``largest`` or ``-largest`` if it is beyond: two instructions, where a test makes six."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        binary = ir.FunctionType(_FLOAT, [_FLOAT, _FLOAT])
+        lower, upper = (builder.module.declare_intrinsic(f"llvm.{n}num", [_FLOAT], binary) for n in ("min", "max"))
+        value = builder.call(lower, arguments, fastmath=("nnan",))
+        return builder.call(upper, [value, builder.fneg(arguments[1])], fastmath=("nnan",))
+
+    return types.float32(types.float32, types.float32), generate
 
 
 @numba.njit(nogil=True)

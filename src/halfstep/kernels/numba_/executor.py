@@ -11,9 +11,8 @@ from torch.autograd.graph import increment_version
 
 from halfstep.kernels.numba_.loops import Table
 from halfstep.kernels.numba_.memory import BF16, FP16, FP32
-from halfstep.kernels.numba_.stages import address_of
+from halfstep.kernels.numba_.stages import Stages, address_of, stages_of
 from halfstep.kernels.numba_.step import step as _compiled_step
-from halfstep.kernels.rules import Rule
 from halfstep.kernels.slots import Counts, Kept, Slot, Turn
 from halfstep.kernels.storage import Moment
 
@@ -21,12 +20,11 @@ _DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _NOTHING = torch.empty(0)
 _ABSENT = Kept(Moment.NONE, _NOTHING)
 _Recipe = tuple[int, ...]  # dtypes of weight and gradient, kinds of master, first and second moment
-_Stages = list[tuple[str, tuple[int, ...]]]
 
 
 def step(turn: Turn) -> Counts:
     """As ``kernels/torch_step.py`` does it, for parameters on the CPU."""
-    totals = {"write_master": 0, "count_updated": 0, "count_stalled": 0}
+    totals = {"saturated": 0, "count_updated": 0, "count_stalled": 0}
     if turn.found_inf is None or turn.found_inf.item() == 0:
         groups: dict[_Recipe, list[int]] = {}
         for place, (slot, gradient) in enumerate(zip(turn.slots, turn.gradients, strict=True)):
@@ -35,8 +33,7 @@ def step(turn: Turn) -> Counts:
         for recipe, places in groups.items():
             stages = stages_of(turn.rule, recipe, counts_stalled=turn.counts_stalled)
             for (name, _), total in zip(stages, _run(turn, places, stages), strict=True):
-                if name in totals:
-                    totals[name] += int(total)
+                totals[name if name in totals else "saturated"] += total
     counts = Counts(*map(torch.tensor, totals.values()))
     return counts if turn.counts_stalled else Counts(counts.saturated)
 
@@ -47,24 +44,7 @@ def _recipe(slot: Slot, gradient: Tensor) -> _Recipe:
     return (*dtypes, int(slot.master), int(first.kind), int(second.kind))
 
 
-def stages_of(rule: Rule, recipe: _Recipe, *, counts_stalled: bool = False) -> _Stages:
-    """The stages of a step, in order: their names and variants."""
-    weight, gradient, master, first, second = recipe
-    moments = [(first, 0), (second, 1)][: max(1, len(rule.moments))]
-    stages: _Stages = [
-        ("gradient", (gradient,)),
-        ("read_master", (weight, master)),
-        *(("read_moment", moment) for moment in moments),
-        (rule.name, ()),
-        *(("write_moment", moment) for moment in moments if moment[0] != Moment.NONE),
-        ("write_master", (weight, master)),
-    ]
-    if counts_stalled:
-        stages[-1:] = [("count_updated", (weight, master)), stages[-1], ("count_stalled", (weight, master))]
-    return stages
-
-
-def _run(turn: Turn, places: list[int], stages: _Stages) -> list[int]:
+def _run(turn: Turn, places: list[int], stages: Stages) -> list[int]:
     """Step the slots of one recipe; what each stage returned, added up."""
     slots = [turn.slots[place] for place in places]
     firsts, seconds = zip(*[(*slot.moments, _ABSENT, _ABSENT)[:2] for slot in slots], strict=True)

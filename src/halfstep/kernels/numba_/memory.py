@@ -1,240 +1,416 @@
-"""Between storage and fp32, a block at a time: the compiled form of ``kernels/storage.py``.
+"""Between storage and fp32: the compiled form of ``kernels/storage.py``, for weights and moments that stand alone.
 
-Every function fills or empties the first ``n`` elements of fp32 buffers that stay in a core's first cache. ``address``
-is that of a tensor, ``at`` the index of the block's first element in it. The loops are short and do one thing each, so
-that LLVM turns each into vector instructions; a fused one would need more checks for overlap than LLVM makes.
+What is read becomes fp32 element by element, inside the loop of a rule. What is written comes from fp32 buffers that
+stay in a core's first cache, a block at a time: ``address`` is that of a tensor, ``at`` the index of the block's first
+element in it, ``n`` the block's length.
+
+A block is written as if nothing in it were too large, and its largest magnitude is looked at on the way. If it is too
+large after all, the buffer is clamped and written once more: clamping every number would cost more than the rest.
+
+Pairs: where everything of a parameter is bf16 (``layout`` is 1), two neighbours are read as one 32-bit word, and each
+is made fp32 by a shift or a mask; to widen eight 16-bit numbers to eight 32-bit ones is slower, and so is the way back.
+The buffers then hold the elements 0, 2, 4, ... in their first half and 1, 3, 5, ... in their second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, int8, int16, int32, uint8, uint16, uint32
+from numba import int8, int16, int32, uint16, uint32
 
 from halfstep.formats import FP16 as FP16_FORMAT
 from halfstep.kernels.numba_.bits import (
+    F32,
+    I8,
+    I16,
     INFINITY,
     MAGNITUDE,
-    bf16_to_float,
+    PAIR,
+    U16,
+    U32,
     bits_of,
-    bits_to_bf16,
     float_of,
     float_to_fp16,
     fp16_to_float,
-    pointer,
+    load,
+    store,
 )
-from halfstep.kernels.storage import BF16_BOUND, GROUP, Master
+from halfstep.kernels.storage import BF16_BOUND, Master, Moment
 
 V = Any
 _jit = numba.njit(nogil=True, error_model="numpy")
 
+# What a tensor's row of addresses holds; roles of memory.
+WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES = range(7)
+# What the buffers hold; roles of memory too. ``NEXT`` are the values to be written. (A second moment that is kept in
+# groups is there as its root.)
+NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND, BEFORE, CHANCE, UNITS = range(8, 14)
+BLOCK = 1024  # elements: the buffers fit any core's first cache, with room for what comes from memory
+NUM_BUFFERS = 5 + 2  # the last one, ``UNITS``, has 2 numbers for a group, which may be one element
+
 FP32, BF16, FP16 = 0, 1, 2  # dtypes of weights and gradients; a loop knows integers only
-MASTER_FP32, SPLIT, SPLIT8 = int(Master.FP32), int(Master.SPLIT), int(Master.SPLIT8)
+MASTER_FP32, SPLIT, SPLIT8, STOCHASTIC = map(int, (Master.FP32, Master.SPLIT, Master.SPLIT8, Master.STOCHASTIC))
+MOMENT_NONE, MOMENT_FP32, MOMENT_BF16, MOMENT_INT8 = map(int, (Moment.NONE, Moment.FP32, Moment.BF16, Moment.INT8))
+PLAIN, LOWER, UPPER, LAST = range(4)  # an element by itself, those of a pair, and the last one of an odd number
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _FP16_LARGEST = np.float32(FP16_FORMAT.largest)
-_BOUND, _LARGEST_SPLIT, _LARGEST_SPLIT8 = uint32(BF16_BOUND), uint32(BF16_BOUND - 1), uint32(BF16_BOUND - 0x81)
+_FP16_LIMIT = uint32(_FP16_LARGEST.view(np.uint32))
+BOUND, _SPLIT_LIMIT, _SPLIT8_LIMIT = uint32(BF16_BOUND), uint32(BF16_BOUND - 1), uint32(BF16_BOUND - 0x81)
+_CHANCE_LIMIT = uint32(0x7F7F0000)  # plus 16 random bits it is not yet bf16's infinity
 _SIGN, _NAN = uint32(0x80000000), uint32(0x7FC00000)
-_U8, _U15, _U16 = uint32(8), uint32(15), uint32(16)
-_HALF8, _HALF15, _HALF16 = uint32(0x80), uint32(0x4000), uint32(0x8000)
-_ALMOST15, _LARGEST_SCALE = uint32(0x7FFF), uint32(0xFEFF)
-_STILL = np.float32(2.0**-12)
-_LOW16 = uint32(0xFFFF)
-_HALF_MAGNITUDE, _HALF_INFINITY, _NONE = uint32(0x7FFF), uint32(0x7F80), int32(0)
+_U8, _U16, _16 = uint32(8), uint32(16), int32(16)
+_HALF8, _HALF16 = uint32(0x80), uint32(0x8000)
+_LOW16, _HIGH16 = uint32(0xFFFF), uint32(0xFFFF0000)
+_INFINITY, _NONE = int32(0x7F800000), int32(0)
 _256 = int32(256)
-_ONE, _ZERO = np.float32(1), np.float32(0)
-_2P15, _2PM15, _2P7, _2PM7 = (np.float32(2.0**n) for n in (15, -15, 7, -7))
-_2P16, _2P24, _2PM24 = np.float32(2.0**16), np.float32(2.0**24), np.float32(2.0**-24)
-_254, _255 = np.float32(254), np.float32(255)
-
-
-# ---- plain elements -------------------------------------------------------------------------------------------------
+_ZERO = np.float32(0)
+_2P15, _2PM15, _2P7, _2PM7, _2P16 = (np.float32(2.0**n) for n in (15, -15, 7, -7, 16))
+_HALF_BLOCK = BLOCK // 2
 
 
 @_jit
-def read(dtype: V, address: V, at: V, buffer: V, n: V) -> None:
-    """fp32, bf16 or fp16 elements."""
+def buffer(buffers: V, role: V) -> V:
+    """The address of a buffer."""
+    return buffers + 4 * BLOCK * (role - NEXT_WEIGHT)
+
+
+@_jit
+def place(i: V, part: V) -> V:
+    """Where in a buffer an element is: ``i`` counts elements, or pairs."""
+    return i + _HALF_BLOCK if part == UPPER else i
+
+
+# ---- read, by elements ----------------------------------------------------------------------------------------------
+
+
+def _pattern_of(role: int) -> Callable[..., Any]:
+    @_jit
+    def pattern(address: V, at: V, i: V, part: V) -> V:
+        """A bf16 element as an fp32 pattern."""
+        if part == LOWER:
+            return uint32(load(role, PAIR, address + 2 * at, i) << _U16)
+        if part == UPPER:
+            return uint32(load(role, PAIR, address + 2 * at, i) & _HIGH16)
+        return uint32(uint32(load(role, U16, address + 2 * at, 2 * i if part == LAST else i)) << _U16)
+
+    return pattern
+
+
+_weight_pattern, _gradient_pattern = _pattern_of(WEIGHT), _pattern_of(GRADIENT)
+_first_pattern, _second_pattern = _pattern_of(FIRST), _pattern_of(SECOND)
+
+
+@_jit
+def gradient_at(dtype: V, address: V, at: V, i: V, part: V) -> V:
+    """An element of a gradient in fp32."""
     if dtype == FP32:
-        wide = carray(pointer(address + 4 * at), n, np.float32)
-        for i in range(n):
-            buffer[i] = wide[i]
-    elif dtype == BF16:
-        half = carray(pointer(address + 2 * at), n, np.uint16)
-        for i in range(n):
-            buffer[i] = bf16_to_float(half[i])
-    else:
-        half = carray(pointer(address + 2 * at), n, np.uint16)
-        for i in range(n):
-            buffer[i] = fp16_to_float(half[i])
+        return load(GRADIENT, F32, address, at + i)
+    if dtype == FP16:
+        return fp16_to_float(load(GRADIENT, U16, address, at + i))
+    return float_of(_gradient_pattern(address, at, i, part))
 
 
 @_jit
-def write_fp32(address: V, at: V, buffer: V, n: V) -> int:
-    """Saturates; how many values did."""
-    wide = carray(pointer(address + 4 * at), n, np.float32)
-    num_saturated = uint32(0)
-    for i in range(n):
-        magnitude = uint32(bits_of(buffer[i]) & MAGNITUDE)
-        num_saturated = uint32(num_saturated + uint32(magnitude == INFINITY))
-        value = buffer[i]
-        value = _LARGEST if value > _LARGEST else value  # in this way NaN stays
-        wide[i] = -_LARGEST if value < -_LARGEST else value
-    return num_saturated
+def first_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
+    """An element of the first moment; that of a group has been decoded into its buffer."""
+    if kind == MOMENT_NONE:
+        return _ZERO
+    if kind == MOMENT_FP32:
+        return load(FIRST, F32, address, at + i)
+    if kind == MOMENT_BF16:
+        return float_of(_first_pattern(address, at, i, part))
+    return load(NEXT_FIRST, F32, buffer(buffers, NEXT_FIRST), i)
 
 
-# ---- weights and masters --------------------------------------------------------------------------------------------
+@_jit
+def second_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
+    """The same for the second."""
+    if kind == MOMENT_FP32:
+        return load(SECOND, F32, address, at + i)
+    if kind == MOMENT_BF16:
+        return float_of(_second_pattern(address, at, i, part))
+    return load(NEXT_SECOND, F32, buffer(buffers, NEXT_SECOND), i)
+
+
+@_jit
+def _exponent_fp16(half: V) -> V:
+    return max(uint32((uint32(half) >> uint32(10)) & uint32(0x1F)), uint32(1))
 
 
 @_jit
 def ulp_fp16(half: V) -> V:
     """The step to the next fp16 number."""
-    exponent = uint32((uint32(half) >> uint32(10)) & uint32(0x1F))
-    exponent = max(exponent, uint32(1))
-    return float_of(uint32(exponent + uint32(127 - 25)) << uint32(23))
+    return float_of(uint32(_exponent_fp16(half) + uint32(127 - 25)) << uint32(23))
+
+
+@_jit
+def _per_ulp_fp16(half: V) -> V:
+    """One divided by it: a power of two, so that the product is the quotient."""
+    return float_of(uint32(uint32(127 + 25) - _exponent_fp16(half)) << uint32(23))
 
 
 @_jit
 def _saturated(bits: V) -> V:
     """An fp32 pattern whose nearest bf16 number is finite; NaN stays."""
     magnitude = uint32(bits & MAGNITUDE)
-    held = min(magnitude, _LARGEST_SPLIT) if magnitude <= INFINITY else magnitude
+    held = min(magnitude, _SPLIT_LIMIT) if magnitude <= INFINITY else magnitude
     return uint32((bits & _SIGN) | held)
 
 
 @_jit
-def _joined(half: V, low: V) -> V:
-    """A bf16 weight and its rest as one pattern; see ``storage.join``."""
-    magnitude = uint32(half & _HALF_MAGNITUDE)
-    low = int32(max(low, _NONE)) if magnitude == 0 else low
-    low = _NONE if magnitude >= _HALF_INFINITY else low
-    return uint32((uint32(half) << _U16) + uint32(low))
+def _joined(high: V, low: V) -> V:
+    """A bf16 weight's pattern and its rest as one number; see ``storage.join``."""
+    magnitude = int32(uint32(high & MAGNITUDE))
+    low = max(low, int32(-magnitude))  # below a 0 is NaN
+    low = _NONE if magnitude >= _INFINITY else low
+    return float_of(uint32(high + uint32(low)))
 
 
 @_jit
-def read_master(dtype: V, storage: V, weight: V, rest: V, at: V, buffer: V, n: V) -> None:
-    """The fp32 master of a block."""
+def _joined_pair(high: V, low: V) -> V:
+    """The same without a look at what somebody else may have written: then it is not below BF16_BOUND."""
+    return float_of(uint32(high + uint32(low)))
+
+
+@_jit
+def mend_rests(weight: V, rest: V, at: V, n: V) -> None:
+    """Clear rests beside which a weight is no number: those below a 0, beside an infinity and a NaN."""
+    for i in range(at, at + n):
+        high = uint32(uint32(load(WEIGHT, U16, weight, i)) << _U16)
+        low = int32(load(REST, I16, rest, i))
+        if bits_of(_joined(high, low)) == high:
+            store(REST, I16, rest, i, int16(0))
+
+
+@_jit
+def _rest16_at(rest: V, at: V, i: V, part: V) -> V:
+    if part == LOWER:
+        return int32(uint32(load(REST, PAIR, rest + 2 * at, i) << _U16)) >> _16
+    if part == UPPER:
+        return int32(load(REST, PAIR, rest + 2 * at, i)) >> _16
+    return int32(load(REST, I16, rest + 2 * at, 2 * i if part == LAST else i))
+
+
+@_jit
+def _bf16_master_at(storage: V, weight: V, rest: V, at: V, i: V, part: V) -> V:
+    pattern = _weight_pattern(weight, at, i, part)
     if storage == MASTER_FP32:
-        half = carray(pointer(weight + 2 * at), n, np.uint16)
-        master = carray(pointer(rest + 4 * at), n, np.float32)
-        if dtype == BF16:
-            for i in range(n):
-                bits = bits_of(master[i])
-                buffer[i] = master[i] if bits_to_bf16(_saturated(bits)) == half[i] else bf16_to_float(half[i])
-        else:
-            for i in range(n):
-                nearest = float_to_fp16(min(max(master[i], -_FP16_LARGEST), _FP16_LARGEST))
-                buffer[i] = master[i] if nearest == half[i] else fp16_to_float(half[i])
-    elif storage == SPLIT:
-        half = carray(pointer(weight + 2 * at), n, np.uint16)
-        low = carray(pointer(rest + 2 * at), n, np.int16)
-        if dtype == BF16:
-            for i in range(n):
-                buffer[i] = float_of(_joined(half[i], int32(low[i])))
-        else:
-            for i in range(n):
-                buffer[i] = fp16_to_float(half[i]) + np.float32(low[i]) * (ulp_fp16(half[i]) * _2PM15)
-    elif storage == SPLIT8:
-        half = carray(pointer(weight + 2 * at), n, np.uint16)
-        low8 = carray(pointer(rest + at), n, np.int8)
-        if dtype == BF16:
-            for i in range(n):
-                buffer[i] = float_of(_joined(half[i], int32(int32(low8[i]) * _256)))
-        else:
-            for i in range(n):
-                buffer[i] = fp16_to_float(half[i]) + np.float32(low8[i]) * (ulp_fp16(half[i]) * _2PM7)
-    else:
-        read(dtype, weight, at, buffer, n)
+        master = load(REST, F32, rest, at + i)
+        nearest = uint32(uint32(_saturated(bits_of(master)) + _HALF16) & _HIGH16)
+        return master if nearest == pattern else float_of(pattern)
+    if storage == SPLIT:
+        low = int32(_rest16_at(rest, at, i, part))
+        return _joined(pattern, low) if part == PLAIN else _joined_pair(pattern, low)
+    if storage == SPLIT8:
+        return _joined(pattern, int32(int32(load(REST, I8, rest, at + i)) * _256))
+    return float_of(pattern)
 
 
 @_jit
-def saturate(dtype: V, buffer: V, n: V) -> int:
-    """Make what the weight cannot hold its largest number; how many values that were. NaN stays."""
-    num_saturated = 0
+def _fp16_master_at(storage: V, weight: V, rest: V, at: V, i: V) -> V:
+    half = load(WEIGHT, U16, weight, at + i)
+    value = fp16_to_float(half)
+    if storage == MASTER_FP32:
+        master = load(REST, F32, rest, at + i)
+        nearest = float_to_fp16(min(max(master, -_FP16_LARGEST), _FP16_LARGEST))
+        return master if nearest == half else value
+    if storage == SPLIT:
+        return value + np.float32(load(REST, I16, rest, at + i)) * (ulp_fp16(half) * _2PM15)
+    if storage == SPLIT8:
+        return value + np.float32(load(REST, I8, rest, at + i)) * (ulp_fp16(half) * _2PM7)
+    return value
+
+
+@_jit
+def master_at(dtype: V, storage: V, weight: V, rest: V, at: V, i: V, part: V) -> V:
+    """An element of a parameter, with all the bits that are kept of it."""
+    if dtype == FP32:
+        return load(WEIGHT, F32, weight, at + i)
     if dtype == FP16:
-        largest = _ZERO
+        return _fp16_master_at(storage, weight, rest, at, i)
+    return _bf16_master_at(storage, weight, rest, at, i, part)
+
+
+# ---- written, by blocks ---------------------------------------------------------------------------------------------
+
+
+@_jit
+def magnitude_of(value: V) -> V:
+    """The pattern of a value without its sign: it grows with the value, and NaN is above all."""
+    return uint32(bits_of(value) & MAGNITUDE)
+
+
+@_jit
+def _held(value: V) -> V:
+    """A value with the largest number for infinity; NaN stays."""
+    value = _LARGEST if value > _LARGEST else value
+    return -_LARGEST if value < -_LARGEST else value
+
+
+def _hold_memory(role: int) -> Callable[..., Any]:
+    @_jit
+    def hold(address: V, at: V, n: V) -> int:
+        """Saturate fp32 numbers where they are; how many were too large."""
+        num_saturated = 0
+        for i in range(at, at + n):
+            value = load(role, F32, address, i)
+            num_saturated += abs(value) > _LARGEST
+            store(role, F32, address, i, _held(value))
+        return num_saturated
+
+    return hold
+
+
+hold_weight, hold_first, hold_second = _hold_memory(WEIGHT), _hold_memory(FIRST), _hold_memory(SECOND)
+
+
+def _clamp_buffer(role: int) -> Callable[..., Any]:
+    @_jit
+    def clamp(values: V, n: V, limit: V, bound: V) -> int:
+        """Clamp all of a buffer that may be in use to a magnitude; how many are not below the bound."""
+        num_saturated = 0
         for i in range(n):
-            largest = max(largest, abs(buffer[i]))
-        if largest > _FP16_LARGEST:
-            for i in range(n):
-                if abs(buffer[i]) > _FP16_LARGEST:
-                    num_saturated += 1
-                    buffer[i] = _FP16_LARGEST if buffer[i] > 0 else -_FP16_LARGEST
+            bits = bits_of(load(role, F32, values, i))
+            magnitude = uint32(bits & MAGNITUDE)
+            num_saturated += (magnitude >= bound) & (magnitude <= INFINITY)
+            held = uint32((bits & _SIGN) | min(magnitude, limit)) if magnitude <= INFINITY else _NAN
+            store(role, F32, values, i, float_of(held))
+        return num_saturated
+
+    return clamp
+
+
+_clamp_weights, _clamp_firsts, _clamp_seconds = map(_clamp_buffer, (NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND))
+
+
+@_jit
+def write_fp32(values: V, address: V, at: V, n: V) -> int:
+    """An fp32 weight from its buffer; how many values were saturated."""
+    top = uint32(0)
+    for i in range(n):
+        value = load(NEXT_WEIGHT, F32, values, i)
+        top = max(top, magnitude_of(value))
+        store(WEIGHT, F32, address, at + i, value)
+    return hold_weight(address, at, n) if top >= INFINITY else 0
+
+
+@_jit
+def write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V, at: V, n: V, chance: V) -> int:
+    """A 16-bit weight and what is kept beside it; how many values were saturated."""
+    if storage == MASTER_FP32:
+        for i in range(n):
+            store(REST, F32, rest, at + i, _held(load(NEXT_WEIGHT, F32, values, i)))
+    limit, bound = _SPLIT_LIMIT, BOUND
+    if dtype == FP16:
+        limit, bound = _FP16_LIMIT, uint32(_FP16_LIMIT + uint32(1))
+    elif storage == SPLIT8:
+        limit = _SPLIT8_LIMIT
+    elif storage == STOCHASTIC:
+        limit = _CHANCE_LIMIT
+    if _write_weight(dtype, storage, layout, values, weight, rest, at, n, chance) <= limit:
+        return 0
+    if layout:
+        num_saturated = _clamp_weights(values, (n + 1) // 2, limit, bound)
+        num_saturated += _clamp_weights(values + 4 * _HALF_BLOCK, n // 2, limit, bound)
     else:
-        top = uint32(0)
-        for i in range(n):
-            top = max(top, uint32(bits_of(buffer[i]) & MAGNITUDE))
-        if top >= _BOUND:
-            for i in range(n):
-                bits = bits_of(buffer[i])
-                magnitude = uint32(bits & MAGNITUDE)
-                if magnitude > INFINITY:
-                    buffer[i] = float_of(_NAN)
-                elif magnitude >= _BOUND:
-                    num_saturated += 1
-                    buffer[i] = float_of(uint32((bits & _SIGN) | _LARGEST_SPLIT))
+        num_saturated = _clamp_weights(values, n, limit, bound)
+    _write_weight(dtype, storage, layout, values, weight, rest, at, n, chance)
     return num_saturated
 
 
 @_jit
-def write_halves(dtype: V, weight: V, at: V, buffer: V, n: V) -> None:
-    """Nearest rounding of saturated values: the one by which every weight is written."""
-    half = carray(pointer(weight + 2 * at), n, np.uint16)
-    if dtype == BF16:
+def _write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V, at: V, n: V, chance: V) -> V:
+    """Without care; the largest magnitude, as a pattern."""
+    top = uint32(0)
+    if layout:
+        for i in range(n // 2):
+            top = max(top, _write_pair(storage, values, weight, rest, at, i, chance))
+        if n % 2:
+            top = max(top, _write_bf16(storage, values, weight, rest, at, n // 2, n - 1, chance))
+    elif dtype == BF16:
         for i in range(n):
-            half[i] = bits_to_bf16(bits_of(buffer[i]))
+            top = max(top, _write_bf16(storage, values, weight, rest, at, i, i, chance))
     else:
         for i in range(n):
-            half[i] = float_to_fp16(buffer[i])
+            top = max(top, _write_fp16(storage, values, weight, rest, at, i, chance))
+    return top
 
 
 @_jit
-def write_split(dtype: V, weight: V, rest: V, at: V, buffer: V, n: V) -> None:
-    """Weight and int16 rest of saturated values."""
-    half = carray(pointer(weight + 2 * at), n, np.uint16)
-    low = carray(pointer(rest + 2 * at), n, np.int16)
-    if dtype == BF16:
-        for i in range(n):
-            bits = bits_of(buffer[i])
-            high = uint32(uint32(bits + _HALF16) >> _U16)
-            half[i] = uint16(high)
-            low[i] = int16(uint32(bits - uint32(high << _U16)))
-    else:
-        for i in range(n):
-            code = float_to_fp16(buffer[i])
-            half[i] = code
-            low[i] = int16(np.rint((buffer[i] - fp16_to_float(code)) / ulp_fp16(code) * _2P15))
+def _next_up(storage: V, bits: V, chance: V, i: V) -> V:
+    """A pattern whose upper half is the bf16 weight."""
+    if storage == STOCHASTIC:
+        return uint32(bits + uint32(load(CHANCE, U32, chance, i) & _LOW16))
+    return uint32(bits + _HALF16)
 
 
 @_jit
-def write_split8(dtype: V, weight: V, rest: V, at: V, buffer: V, n: V) -> None:
-    """Weight and int8 rest of saturated values."""
-    half = carray(pointer(weight + 2 * at), n, np.uint16)
-    low = carray(pointer(rest + at), n, np.int8)
-    if dtype == BF16:
-        for i in range(n):
-            bits = bits_of(buffer[i])
-            magnitude = uint32(bits & MAGNITUDE)
-            magnitude = min(magnitude, _LARGEST_SPLIT8) if magnitude <= INFINITY else _NAN
-            upper = uint32(uint32((uint32(bits & _SIGN) | magnitude) + _HALF8) >> _U8)
-            high = uint32(uint32(upper + _HALF8) >> _U8)
-            half[i] = uint16(high)
-            low[i] = int8(uint32(upper - uint32(high << _U8)))
+def _write_pair(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: V) -> V:
+    lower = bits_of(load(NEXT_WEIGHT, F32, values, i))
+    upper = bits_of(load(NEXT_WEIGHT, F32, values, i + _HALF_BLOCK))
+    first, second = _next_up(storage, lower, chance, i), _next_up(storage, upper, chance, i + _HALF_BLOCK)
+    store(WEIGHT, PAIR, weight + 2 * at, i, uint32((first >> _U16) | (second & _HIGH16)))
+    if storage == SPLIT:  # what the pattern has below the weight's is the rest already
+        store(REST, PAIR, rest + 2 * at, i, uint32((lower & _LOW16) | uint32(upper << _U16)))
+    return max(uint32(lower & MAGNITUDE), uint32(upper & MAGNITUDE))
+
+
+@_jit
+def _write_bf16(storage: V, values: V, weight: V, rest: V, at: V, i: V, j: V, chance: V) -> V:
+    """Element ``j`` from place ``i``."""
+    bits = bits_of(load(NEXT_WEIGHT, F32, values, i))
+    if storage == SPLIT8:
+        upper = uint32(uint32(bits + _HALF8) >> _U8)  # rounded once to 24 bits, which then split exactly
+        half = uint16(uint32(uint32(upper + _HALF8) >> _U8))
+        store(REST, I8, rest, at + j, int8(upper))
     else:
-        for i in range(n):
-            code = float_to_fp16(buffer[i])
-            half[i] = code
-            low[i] = int8(np.rint((buffer[i] - fp16_to_float(code)) / ulp_fp16(code) * _2P7))
+        half = uint16(_next_up(storage, bits, chance, i) >> _U16)
+        if storage == SPLIT:
+            store(REST, I16, rest, at + j, int16(bits))
+    store(WEIGHT, U16, weight, at + j, half)
+    return uint32(bits & MAGNITUDE)
+
+
+@_jit
+def _write_fp16(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: V) -> V:
+    value = load(NEXT_WEIGHT, F32, values, i)
+    if storage == STOCHASTIC:
+        half = _by_chance_to_fp16(value, uint32(load(CHANCE, U32, chance, i) & _LOW16))
+    else:
+        half = float_to_fp16(value)
+    if storage == SPLIT:
+        low = np.rint((value - fp16_to_float(half)) * (_per_ulp_fp16(half) * _2P15))
+        store(REST, I16, rest, at + i, int16(int32(low)))
+    elif storage == SPLIT8:
+        low = np.rint((value - fp16_to_float(half)) * (_per_ulp_fp16(half) * _2P7))
+        store(REST, I8, rest, at + i, int8(int32(low)))
+    store(WEIGHT, U16, weight, at + i, half)
+    return magnitude_of(value)
+
+
+@_jit
+def _by_chance_to_fp16(value: V, chance: V) -> V:
+    magnitude = min(abs(value), _FP16_LARGEST)
+    code = float_to_fp16(magnitude)
+    code = uint16(code - uint16(fp16_to_float(code) > magnitude))
+    whole = magnitude * _per_ulp_fp16(code)
+    lower = np.floor(whole)
+    up = np.floor((whole - lower) * _2P16) > np.float32(chance)
+    code = float_to_fp16((lower + np.float32(up)) * ulp_fp16(code))
+    return uint16(code | uint16(uint32(bits_of(value) & _SIGN) >> _U16))
 
 
 # ---- chance ---------------------------------------------------------------------------------------------------------
 
+_STEP = uint32(0x9E3779B1)
+
 
 @_jit
-def random_bits(key: V, index: V) -> V:
-    """32 random bits of an element; see ``storage.random_bits``."""
-    word = uint32(uint32(uint32(index) * uint32(0x9E3779B1)) ^ key)
+def _mixed(word: V) -> V:
     word = uint32(word ^ (word >> uint32(16)))
     word = uint32(word * uint32(0x7FEB352D))
     word = uint32(word ^ (word >> uint32(15)))
@@ -243,164 +419,60 @@ def random_bits(key: V, index: V) -> V:
 
 
 @_jit
-def _cut_to_bf16(bits: V, chance: V) -> V:
-    """The pattern of an fp32 number plus 16 random bits, cut; saturates, and NaN stays."""
-    magnitude = uint32(bits & MAGNITUDE)
-    held = min(uint32(magnitude + chance), uint32(0x7F7FFFFF))
-    held = held if magnitude <= INFINITY else _NAN
-    return uint16(uint32((uint32(bits & _SIGN) | held) >> _U16))
-
-
-@_jit
-def write_by_chance(dtype: V, weight: V, at: V, buffer: V, n: V, key: V, index: V) -> None:
-    """Stochastic rounding of saturated values to bf16 or fp16, by the lower 16 random bits."""
-    half = carray(pointer(weight + 2 * at), n, np.uint16)
-    if dtype == BF16:
-        for i in range(n):
-            chance = uint32(random_bits(key, index + i) & _LOW16)
-            bits = bits_of(buffer[i])
-            half[i] = _cut_to_bf16(bits, chance)
+def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
+    """32 random bits for each element; see ``storage.random_bits``."""
+    word = uint32(uint32(index) * _STEP)
+    if layout:
+        for i in range((n + 1) // 2):
+            store(CHANCE, U32, bits, i, _mixed(uint32(word ^ key)))
+            store(CHANCE, U32, bits, i + _HALF_BLOCK, _mixed(uint32(uint32(word + _STEP) ^ key)))
+            word = uint32(word + uint32(_STEP + _STEP))
     else:
         for i in range(n):
-            chance = np.float32(uint32(random_bits(key, index + i) & _LOW16))
-            magnitude = min(abs(buffer[i]), _FP16_LARGEST)
-            code = float_to_fp16(magnitude)
-            code = uint16(code - uint16(fp16_to_float(code) > magnitude))
-            unit = ulp_fp16(code)
-            whole = magnitude / unit
-            lower = np.floor(whole)
-            up = np.floor((whole - lower) * _2P16) > chance
-            code = float_to_fp16((lower + np.float32(up)) * unit)
-            half[i] = uint16(code | uint16(uint32(bits_of(buffer[i]) & _SIGN) >> _U16))
-
-
-# ---- moments --------------------------------------------------------------------------------------------------------
+            store(CHANCE, U32, bits, i, _mixed(uint32(word ^ key)))
+            word = uint32(word + _STEP)
 
 
 @_jit
-def write_bf16_moment(address: V, at: V, buffer: V, n: V, key: V, index: V, which: V) -> None:
-    """Stochastic rounding to bf16; ``which`` moment decides which of the random bits."""
-    half = carray(pointer(address + 2 * at), n, np.uint16)
-    for i in range(n):
-        chance = random_bits(key, index + i)
-        if which == 0:
-            chance = uint32(chance * uint32(0x9E3779B1))
-        chance = uint32(chance >> _U16)
-        bits = bits_of(buffer[i])
-        half[i] = _cut_to_bf16(bits, chance)
+def _first_chance(chance: V, i: V) -> V:
+    return uint32(uint32(load(CHANCE, U32, chance, i) * _STEP) >> _U16)
 
 
 @_jit
-def group_start(element: V, row: V) -> V:
-    """The first element of the group that ``element`` lies in, where groups start anew in every row."""
-    column = element % row
-    return element - column + (column // GROUP) * GROUP
+def _second_chance(chance: V, i: V) -> V:
+    return uint32(load(CHANCE, U32, chance, i) >> _U16)
 
 
-@_jit
-def group_index(start: V, row: V) -> V:
-    """The number of the group that starts at an element."""
-    return (start // row) * ((row + GROUP - 1) // GROUP) + (start % row) // GROUP
-
-
-@_jit
-def group_length(start: V, row: V, stop: V) -> V:
-    """How long that group is."""
-    return min(GROUP, row - start % row, stop - start)
-
-
-@_jit
-def scale_of(bits: V) -> V:
-    """The fp32 value of a scale's 16 bits."""
-    return float_of(uint32(uint32(bits) << _U15))
-
-
-@_jit
-def read_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second: V) -> None:
-    """Groups of a moment; ``at`` is the first element of one."""
-    code = carray(pointer(address + at), n, np.int8)
-    start = 0
-    scale = carray(pointer(scales + 2 * group_index(at, row)), n, np.uint16)
-    group = 0
-    while start < n:
-        length = group_length(at + start, row, at + n)
-        unit = scale_of(scale[group])
-        codes, values = code[start : start + length], buffer[start : start + length]
-        if is_second:
-            _decode_second(codes, values, unit, length)
+def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], chance_of: Callable[..., Any]) -> Any:
+    @_jit
+    def write_once(layout: V, values: V, address: V, at: V, n: V, chance: V) -> V:
+        top = uint32(0)
+        if layout:
+            for i in range(n // 2):
+                lower = bits_of(load(next_role, F32, values, i))
+                upper = bits_of(load(next_role, F32, values, i + _HALF_BLOCK))
+                top = max(top, max(uint32(lower & MAGNITUDE), uint32(upper & MAGNITUDE)))
+                lower = uint32(lower + chance_of(chance, i))
+                upper = uint32(upper + chance_of(chance, i + _HALF_BLOCK))
+                store(role, PAIR, address + 2 * at, i, uint32((lower >> _U16) | (upper & _HIGH16)))
+            start, stop, ahead = n // 2, (n + 1) // 2, n // 2  # the last one of an odd number
         else:
-            _decode_first(codes, values, unit, length)
-        start += length
-        group += 1
+            start, stop, ahead = 0, n, 0
+        for i in range(start, stop):
+            bits = bits_of(load(next_role, F32, values, i))
+            top = max(top, uint32(bits & MAGNITUDE))
+            store(role, U16, address + 2 * at, i + ahead, uint16(uint32(bits + chance_of(chance, i)) >> _U16))
+        return top
+
+    @_jit
+    def write(layout: V, values: V, address: V, at: V, n: V, chance: V) -> None:
+        """Stochastic rounding of a moment to bf16."""
+        if write_once(layout, values, address, at, n, chance) > _CHANCE_LIMIT:
+            clamp(values, BLOCK, _CHANCE_LIMIT, BOUND)  # the whole buffer, whatever the layout
+            write_once(layout, values, address, at, n, chance)
+
+    return write
 
 
-@_jit
-def write_int8(address: V, scales: V, at: V, buffer: V, n: V, row: V, is_second: V, key: V, index: V) -> None:
-    """The same, back: every group's scale, and its codes; those of the second moment by chance."""
-    code = carray(pointer(address + at), n, np.int8)
-    start = 0
-    scale = carray(pointer(scales + 2 * group_index(at, row)), n, np.uint16)
-    group = 0
-    if is_second:
-        for i in range(n):
-            buffer[i] = np.sqrt(buffer[i])
-    while start < n:
-        length = group_length(at + start, row, at + n)
-        codes, values = code[start : start + length], buffer[start : start + length]
-        offset = _ALMOST15 if is_second else _HALF15  # up, or to nearest
-        bits = uint16(min(uint32(uint32(_largest_magnitude(values, length) + offset) >> _U15), _LARGEST_SCALE))
-        scale[group] = bits
-        unit = scale_of(bits)
-        unit = unit if unit > 0 else _ONE  # all are 0 then
-        if is_second:
-            _encode_second(codes, values, unit, length, key, index + start)
-        else:
-            _encode_first(codes, values, unit, length)
-        start += length
-        group += 1
-
-
-@_jit
-def _largest_magnitude(values: V, n: V) -> V:
-    largest = uint32(0)
-    if n == GROUP:  # a constant length is unrolled
-        for i in range(GROUP):
-            largest = max(largest, uint32(bits_of(values[i]) & MAGNITUDE))
-    else:
-        for i in range(n):
-            largest = max(largest, uint32(bits_of(values[i]) & MAGNITUDE))
-    return largest
-
-
-@_jit
-def _decode_first(codes: V, values: V, unit: V, n: V) -> None:
-    for i in range(n):
-        value = np.float32(codes[i])
-        values[i] = value / (_254 - abs(value)) * unit
-
-
-@_jit
-def _decode_second(codes: V, values: V, unit: V, n: V) -> None:
-    for i in range(n):
-        root = np.float32(uint8(codes[i])) / _255 * unit
-        values[i] = root * root
-
-
-@_jit
-def _encode_first(codes: V, values: V, unit: V, n: V) -> None:
-    for i in range(n):
-        x = min(max(values[i] / unit, -_ONE), _ONE)
-        codes[i] = int8(int32(np.rint(x * _254 / (abs(x) + _ONE))))
-
-
-@_jit
-def _encode_second(codes: V, values: V, unit: V, n: V, key: V, index: V) -> None:
-    for i in range(n):
-        chance = np.float32(uint32(random_bits(key, index + i) >> _U16))
-        code = min(values[i] / unit, _ONE) * _255
-        lower = np.floor(code + _STILL)
-        above = code - lower
-        above = _ZERO if above < _STILL else above
-        code = lower + np.float32(np.floor(above * _2P16) > chance)
-        code = max(code, np.float32(values[i] > 0))
-        codes[i] = int8(uint8(int32(code)))
+write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, _first_chance)
+write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, _second_chance)

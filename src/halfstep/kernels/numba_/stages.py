@@ -1,13 +1,16 @@
-"""The stages of a step: each moves a block between memory and fp32 buffers, or runs a rule on them.
+"""The stages of a step: a rule, which reads its operands wherever they are, and what packs its results.
 
 A step is a list of stages, such as
 
-    read_bf16_gradient, read_split_bf16, read_fp32_first, read_bf16_second, adam, write_..., write_split_bf16
+    read_group 0, read_group 1, adam, chance, write_group 0, write_group 1, write_master
 
 and each is compiled by itself, when a step first needs it. All have one signature, so that the loop over blocks
 (step.py) calls whatever it is given: ``stage(addresses, facts, numbers, buffers, at, n)``, where the first four are the
-addresses of a tensor's row of the tables and of four buffers of BLOCK elements, ``at`` is the block's first element in
-the tensor and ``n`` its length. What it returns, a count, is added up over the blocks.
+addresses of a tensor's row of the tables and of the buffers of BLOCK elements each, ``at`` is the block's first element
+in the tensor and ``n`` its length. What it returns, a count, is added up over the blocks.
+
+Why not one loop: a processor looks ahead over some 250 instructions. A loop whose body is longer waits for its own
+root and quotient; short ones overlap many elements, and the first cache between them costs little.
 """
 
 from __future__ import annotations
@@ -18,58 +21,47 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, types, uint32
+from numba import types, uint32
 
 from halfstep.kernels import rules
+from halfstep.kernels.numba_ import groups
 from halfstep.kernels.numba_ import memory as m
-from halfstep.kernels.numba_.bits import pointer
+from halfstep.kernels.numba_.bits import F32, INFINITY, clamp, load, pointer, store
 from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.memory import (
+    BEFORE,
+    CHANCE,
+    FIRST,
+    FIRST_SCALES,
+    GRADIENT,
+    LAST,
+    LOWER,
+    NEXT_FIRST,
+    NEXT_SECOND,
+    NEXT_WEIGHT,
+    PLAIN,
+    REST,
+    SECOND,
+    UNITS,
+    UPPER,
+    WEIGHT,
+)
 from halfstep.kernels.slots import GRADIENT_CAP
-from halfstep.kernels.storage import Master, Moment
 
 V = Any
-BLOCK = 1024  # elements: four buffers of 4 KiB fit any core's first cache
 SIGNATURE = types.int64(*[types.int64] * 6)
-
-# What a tensor's row of addresses holds, and its row of facts.
-WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES = range(7)
-ROW, INDEX, KEY = range(3)
+ROW, INDEX, KEY = range(3)  # a tensor's row of facts
 
 _CAP, _NAN = np.float32(GRADIENT_CAP), np.float32(np.nan)
-_STOCHASTIC = int(Master.STOCHASTIC)
-_MOMENT_FP32, _MOMENT_BF16, _MOMENT_INT8 = int(Moment.FP32), int(Moment.BF16), int(Moment.INT8)
+_LARGEST_ROOT = np.sqrt(np.finfo(np.float32).max)
+_FP32, _BF16, _INT8 = m.MOMENT_FP32, m.MOMENT_BF16, m.MOMENT_INT8
 _jit = numba.njit(nogil=True, error_model="numpy")
 _adam, _sgd, _lion = _jit(rules.adam), _jit(rules.sgd), _jit(rules.lion)
 
 
 @_jit
-def _address(table: V, place: V) -> V:
-    return carray(pointer(table), 8, np.int64)[place]
-
-
-@_jit
-def _buffer(buffers: V, place: V) -> V:
-    return carray(pointer(buffers + 4 * BLOCK * place), BLOCK, np.float32)
-
-
-@_jit
-def _w(buffers: V) -> V:
-    return _buffer(buffers, 0)
-
-
-@_jit
-def _g(buffers: V) -> V:
-    return _buffer(buffers, 1)
-
-
-@_jit
-def _first(buffers: V) -> V:
-    return _buffer(buffers, 2)
-
-
-@_jit
-def _second(buffers: V) -> V:
-    return _buffer(buffers, 3)
+def _entry(table: V, place: V) -> V:
+    return numba.carray(pointer(table), 8, np.int64)[place]
 
 
 # ---- the rules ------------------------------------------------------------------------------------------------------
@@ -90,171 +82,312 @@ def _sign(x: V) -> V:
     return np.float32(x > 0) - np.float32(x < 0)
 
 
-def adam(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-    """The rule of the same name."""
-    c = carray(pointer(numbers), 9, np.float32)
-    constants = (c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8])
-    w, g, first, second = _w(buffers), _g(buffers), _first(buffers), _second(buffers)
-    for i in range(n):
-        w[i], first[i], second[i] = _adam(w[i], g[i], first[i], second[i], constants, _sqrt, _divide)
-    return 0
+@_jit
+def _gradient(dtype: V, address: V, at: V, i: V, part: V, multiplier: V) -> V:
+    return clamp(m.gradient_at(dtype, address, at, i, part) * multiplier, _CAP)
 
 
-def sgd(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-    """The rule of the same name."""
-    c = carray(pointer(numbers), 7, np.float32)
-    constants = (c[1], c[2], c[3], c[4], c[5], c[6])
-    w, g, first = _w(buffers), _g(buffers), _first(buffers)
-    for i in range(n):
-        w[i], first[i] = _sgd(w[i], g[i], first[i], constants)
-    return 0
+@_jit
+def _before(storage: V, part: V, weight: V) -> V:
+    """What tells of a rest beside which a weight is no number."""
+    return m.magnitude_of(weight) if storage == m.SPLIT and part != PLAIN else uint32(0)
 
 
-def lion(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-    """The rule of the same name."""
-    c = carray(pointer(numbers), 7, np.float32)
-    constants = (c[1], c[2], c[3], c[4], c[5], c[6])
-    w, g, first = _w(buffers), _g(buffers), _first(buffers)
-    for i in range(n):
-        w[i], first[i] = _lion(w[i], g[i], first[i], constants, _sign)
-    return 0
+@_jit
+def _put_weight(is_direct: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
+    """Where a new weight goes: into its memory if that is all, else into its buffer. What was written, as a pattern."""
+    if is_direct:
+        store(WEIGHT, F32, address, at + i, value)
+        return m.magnitude_of(value)
+    store(NEXT_WEIGHT, F32, m.buffer(buffers, NEXT_WEIGHT), m.place(i, part), value)
+    return uint32(0)
 
 
-# ---- families of stages: one for each dtype or storage --------------------------------------------------------------
+@_jit
+def _put_first(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
+    if kind == _FP32:
+        store(FIRST, F32, address, at + i, value)
+        return m.magnitude_of(value)
+    if kind != m.MOMENT_NONE:
+        store(NEXT_FIRST, F32, m.buffer(buffers, NEXT_FIRST), m.place(i, part), value)
+    return uint32(0)
 
 
-def _gradient(dtype: int) -> Callable[..., Any]:
-    def read_gradient(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        g = _g(buffers)
-        multiplier = carray(pointer(numbers), 1, np.float32)[0]
-        m.read(dtype, _address(addresses, GRADIENT), at, g, n)
+@_jit
+def _put_second(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
+    if kind == _FP32:
+        store(SECOND, F32, address, at + i, value)
+        return m.magnitude_of(value)
+    if kind == _INT8:  # the rule has this root already
+        value = min(_sqrt(value), _LARGEST_ROOT)
+    store(NEXT_SECOND, F32, m.buffer(buffers, NEXT_SECOND), m.place(i, part), value)
+    return uint32(0)
+
+
+@_jit
+def _hold(variant: V, where: V, at: V, n: V) -> int:
+    """Saturate what a rule has written to memory; how many weights were."""
+    weight, _, _, firsts, seconds = where
+    if variant[3] == _FP32:
+        m.hold_first(firsts, at, n)
+    if variant[4] == _FP32:
+        m.hold_second(seconds, at, n)
+    return m.hold_weight(weight, at, n) if variant[5] else 0
+
+
+@_jit
+def _step_adam(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
+    """One element; the largest magnitude of what was written to memory, as a pattern."""
+    gradient_dtype, dtype, storage, first_kind, second_kind, is_direct = variant
+    weight, rest, gradient, firsts, seconds = where
+    w = m.master_at(dtype, storage, weight, rest, at, i, part)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
+    first = m.first_at(first_kind, firsts, buffers, at, i, part)
+    second = m.second_at(second_kind, seconds, buffers, at, i, part)
+    w, first, second = _adam(w, g, first, second, (c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]), _sqrt, _divide)
+    top = max(before, _put_weight(is_direct, weight, buffers, at, i, part, w))
+    top = max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
+    return max(top, _put_second(second_kind, seconds, buffers, at, i, part, second))
+
+
+@_jit
+def _step_sgd(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
+    gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
+    weight, rest, gradient, firsts, _ = where
+    w = m.master_at(dtype, storage, weight, rest, at, i, part)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
+    first = m.first_at(first_kind, firsts, buffers, at, i, part)
+    w, first = _sgd(w, g, first, (c[1], c[2], c[3], c[4], c[5], c[6]))
+    top = max(before, _put_weight(is_direct, weight, buffers, at, i, part, w))
+    return max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
+
+
+@_jit
+def _step_lion(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
+    gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
+    weight, rest, gradient, firsts, _ = where
+    w = m.master_at(dtype, storage, weight, rest, at, i, part)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    before = _before(storage, part, w)
+    g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
+    first = m.first_at(first_kind, firsts, buffers, at, i, part)
+    w, first = _lion(w, g, first, (c[1], c[2], c[3], c[4], c[5], c[6]), _sign)
+    top = max(before, _put_weight(is_direct, weight, buffers, at, i, part, w))
+    return max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
+
+
+@_jit
+def _where(addresses: V) -> V:
+    weight, rest, gradient = _entry(addresses, WEIGHT), _entry(addresses, REST), _entry(addresses, GRADIENT)
+    return weight, rest, gradient, _entry(addresses, FIRST), _entry(addresses, SECOND)
+
+
+@_jit
+def _numbers(numbers: V) -> V:
+    """The factor on the gradient and the rule's constants."""
+    c = numba.carray(pointer(numbers), 9, np.float32)
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
+
+
+def _adam_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    def adam(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        where, c, top = _where(addresses), _numbers(numbers), uint32(0)
+        if layout:
+            for _ in range(2):
+                for i in range(n // 2):
+                    top = max(top, _step_adam(variant, where, c, buffers, at, i, LOWER))
+                    top = max(top, _step_adam(variant, where, c, buffers, at, i, UPPER))
+                if n % 2:
+                    top = max(top, _step_adam(variant, where, c, buffers, at, n // 2, LAST))
+                if top < m.BOUND:
+                    break
+                m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
+            return 0
         for i in range(n):
-            value = g[i] * multiplier
-            value = _CAP if value > _CAP else value  # in this way NaN stays
-            g[i] = -_CAP if value < -_CAP else value
+            top = max(top, _step_adam(variant, where, c, buffers, at, i, PLAIN))
+        return _hold(variant, where, at, n) if top >= INFINITY else 0
+
+    return adam
+
+
+def _sgd_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    def sgd(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        where, c, top = _where(addresses), _numbers(numbers), uint32(0)
+        if layout:
+            for _ in range(2):
+                for i in range(n // 2):
+                    top = max(top, _step_sgd(variant, where, c, buffers, at, i, LOWER))
+                    top = max(top, _step_sgd(variant, where, c, buffers, at, i, UPPER))
+                if n % 2:
+                    top = max(top, _step_sgd(variant, where, c, buffers, at, n // 2, LAST))
+                if top < m.BOUND:
+                    break
+                m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
+            return 0
+        for i in range(n):
+            top = max(top, _step_sgd(variant, where, c, buffers, at, i, PLAIN))
+        return _hold(variant, where, at, n) if top >= INFINITY else 0
+
+    return sgd
+
+
+def _lion_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    def lion(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        where, c, top = _where(addresses), _numbers(numbers), uint32(0)
+        if layout:
+            for _ in range(2):
+                for i in range(n // 2):
+                    top = max(top, _step_lion(variant, where, c, buffers, at, i, LOWER))
+                    top = max(top, _step_lion(variant, where, c, buffers, at, i, UPPER))
+                if n % 2:
+                    top = max(top, _step_lion(variant, where, c, buffers, at, n // 2, LAST))
+                if top < m.BOUND:
+                    break
+                m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
+            return 0
+        for i in range(n):
+            top = max(top, _step_lion(variant, where, c, buffers, at, i, PLAIN))
+        return _hold(variant, where, at, n) if top >= INFINITY else 0
+
+    return lion
+
+
+# ---- what packs -----------------------------------------------------------------------------------------------------
+
+
+def _chance(layout: int) -> Callable[..., Any]:
+    def chance(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+        m.write_chance(layout, m.buffer(buffers, CHANCE), uint32(_entry(facts, KEY)), _entry(facts, INDEX) + at, n)
         return 0
 
-    return read_gradient
+    return chance
 
 
-def _read_master(dtype: int, storage: int) -> Callable[..., Any]:
-    def read_master(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        m.read_master(dtype, storage, _address(addresses, WEIGHT), _address(addresses, REST), at, _w(buffers), n)
-        return 0
-
-    return read_master
-
-
-def _write_master(dtype: int, storage: int) -> Callable[..., Any]:
+def _write_master(layout: int, dtype: int, storage: int) -> Callable[..., Any]:
     def write_master(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        weight, rest, w = _address(addresses, WEIGHT), _address(addresses, REST), _w(buffers)
+        weight, rest = _entry(addresses, WEIGHT), _entry(addresses, REST)
+        values, chance = m.buffer(buffers, NEXT_WEIGHT), m.buffer(buffers, CHANCE)
         if dtype == m.FP32:
-            return m.write_fp32(weight, at, w, n)
-        if storage == m.MASTER_FP32:
-            m.write_fp32(rest, at, w, n)
-        num_saturated = m.saturate(dtype, w, n)
-        if storage == m.SPLIT:
-            m.write_split(dtype, weight, rest, at, w, n)
-        elif storage == m.SPLIT8:
-            m.write_split8(dtype, weight, rest, at, w, n)
-        elif storage == _STOCHASTIC:
-            key, index = uint32(_address(facts, KEY)), _address(facts, INDEX)
-            m.write_by_chance(dtype, weight, at, w, n, key, index + at)
-        else:
-            m.write_halves(dtype, weight, at, w, n)
-        return num_saturated
+            return m.write_fp32(values, weight, at, n)
+        return m.write_weight(dtype, storage, layout, values, weight, rest, at, n, chance)
 
     return write_master
 
 
 def _count_updated(dtype: int, storage: int) -> Callable[..., Any]:
-    """Runs before the master is written; the gradient is not needed any more."""
+    """Runs before the master is written."""
 
     def count_updated(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        before, w = _g(buffers), _w(buffers)
-        m.read_master(dtype, storage, _address(addresses, WEIGHT), _address(addresses, REST), at, before, n)
+        weight, rest = _entry(addresses, WEIGHT), _entry(addresses, REST)
+        values, old = m.buffer(buffers, NEXT_WEIGHT), m.buffer(buffers, BEFORE)
         num_updated = 0
         for i in range(n):
-            num_updated += w[i] != before[i]
-        for i in range(n):  # where the rule changed nothing, nothing can be lost
-            before[i] = before[i] if w[i] != before[i] else _NAN
+            before = m.master_at(dtype, storage, weight, rest, at, i, PLAIN)
+            is_updated = load(NEXT_WEIGHT, F32, values, i) != before
+            num_updated += is_updated
+            store(BEFORE, F32, old, i, before if is_updated else _NAN)  # what did not change cannot be lost
         return num_updated
 
     return count_updated
 
 
 def _count_stalled(dtype: int, storage: int) -> Callable[..., Any]:
-    """Runs after the master and the moments were written."""
+    """Runs after the master was written."""
 
     def count_stalled(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        before, after = _g(buffers), _first(buffers)
-        m.read_master(dtype, storage, _address(addresses, WEIGHT), _address(addresses, REST), at, after, n)
+        weight, rest, old = _entry(addresses, WEIGHT), _entry(addresses, REST), m.buffer(buffers, BEFORE)
         num_stalled = 0
         for i in range(n):
-            num_stalled += after[i] == before[i]
+            num_stalled += m.master_at(dtype, storage, weight, rest, at, i, PLAIN) == load(BEFORE, F32, old, i)
         return num_stalled
 
     return count_stalled
 
 
-def _read_moment(storage: int, which: int) -> Callable[..., Any]:
+def _read_moment(which: int) -> Callable[..., Any]:
+    """One in groups."""
+
     def read_moment(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        buffer, address = _buffer(buffers, 2 + which), _address(addresses, FIRST + which)
-        if storage == _MOMENT_FP32:
-            m.read(m.FP32, address, at, buffer, n)
-        elif storage == _MOMENT_BF16:
-            m.read(m.BF16, address, at, buffer, n)
-        elif storage == _MOMENT_INT8:
-            scales = _address(addresses, FIRST_SCALES + which)
-            m.read_int8(address, scales, at, buffer, n, _address(facts, ROW), which == 1)
+        codes, scales = _entry(addresses, FIRST + which), _entry(addresses, FIRST_SCALES + which)
+        if which == 0:
+            groups.read_first(codes, scales, at, n, _entry(facts, ROW), m.buffer(buffers, NEXT_FIRST))
         else:
-            for i in range(n):
-                buffer[i] = np.float32(0)
+            groups.read_second(codes, scales, at, n, _entry(facts, ROW), m.buffer(buffers, NEXT_SECOND))
         return 0
 
     return read_moment
 
 
-def _write_moment(storage: int, which: int) -> Callable[..., Any]:
+def _write_moment(layout: int, kind: int, which: int) -> Callable[..., Any]:
     def write_moment(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        buffer, address = _buffer(buffers, 2 + which), _address(addresses, FIRST + which)
-        if storage == _MOMENT_FP32:
-            m.write_fp32(address, at, buffer, n)
-        elif storage == _MOMENT_BF16:
-            key, index = uint32(_address(facts, KEY)), _address(facts, INDEX)
-            m.write_bf16_moment(address, at, buffer, n, key, index + at, which)
-        elif storage == _MOMENT_INT8:
-            scales = _address(addresses, FIRST_SCALES + which)
-            key, index = uint32(_address(facts, KEY)), _address(facts, INDEX)
-            m.write_int8(address, scales, at, buffer, n, _address(facts, ROW), which == 1, key, index + at)
+        address, values = _entry(addresses, FIRST + which), m.buffer(buffers, NEXT_FIRST + which)
+        scales, row = _entry(addresses, FIRST_SCALES + which), _entry(facts, ROW)
+        units, chance = m.buffer(buffers, UNITS), m.buffer(buffers, CHANCE)
+        if kind == _BF16:
+            if which == 0:
+                m.write_bf16_first(layout, values, address, at, n, chance)
+            else:
+                m.write_bf16_second(layout, values, address, at, n, chance)
+        elif which == 0:
+            groups.write_first(address, scales, at, n, row, values, units)
+        else:
+            groups.write_second(address, scales, at, n, row, values, units, chance)
         return 0
 
     return write_moment
 
 
 _FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
-    "gradient": _gradient,
-    "read_master": _read_master,
+    "adam": _adam_stage,
+    "sgd": _sgd_stage,
+    "lion": _lion_stage,
+    "chance": _chance,
     "write_master": _write_master,
     "count_updated": _count_updated,
     "count_stalled": _count_stalled,
     "read_moment": _read_moment,
     "write_moment": _write_moment,
 }
-_RULES = {"adam": adam, "sgd": sgd, "lion": lion}
+Stages = list[tuple[str, tuple[int, ...]]]
+
+
+def stages_of(rule: rules.Rule, recipe: tuple[int, ...], *, counts_stalled: bool = False) -> Stages:
+    """The stages of a step, in order: their names and variants.
+
+    Args:
+        rule: the arithmetic.
+        recipe: dtypes of weight and gradient, kinds of master, first and second moment.
+        counts_stalled: whether lost updates are counted.
+    """
+    dtype, gradient_dtype, storage, *kinds = recipe
+    moments = list(zip(kinds, (0, 1), strict=True))[: len(rule.moments)]
+    is_direct = dtype == m.FP32 and not counts_stalled
+    needs_chance = storage == m.STOCHASTIC or _BF16 in kinds or kinds[1] == _INT8
+    is_bf16 = dtype == gradient_dtype == m.BF16 and all(kind == _BF16 for kind, _ in moments)
+    layout = int(is_bf16 and storage not in (m.MASTER_FP32, m.SPLIT8) and not counts_stalled)
+    stages: Stages = [("read_moment", (which,)) for kind, which in moments if kind == _INT8]
+    stages.append((rule.name, (layout, gradient_dtype, dtype, storage, *kinds, int(is_direct))))
+    stages += [("chance", (layout,))] * needs_chance
+    stages += [("write_moment", (layout, *moment)) for moment in moments if moment[0] in (_BF16, _INT8)]
+    write_master = "write_master", (layout, dtype, storage)
+    if counts_stalled:
+        return [*stages, ("count_updated", (dtype, storage)), write_master, ("count_stalled", (dtype, storage))]
+    return stages if is_direct else [*stages, write_master]
 
 
 @functools.cache
 def address_of(name: str, *variant: int) -> int:
     """Where the machine code of a stage is; compiled when it is first asked for."""
-    function = _RULES[name] if name in _RULES else _FAMILIES[name](*variant)
-    return int(_compiled_stage(function).address)
+    stage = compiled(numba.cfunc, SIGNATURE)(_FAMILIES[name](*variant))
+    _kept.append(stage)  # its code must outlive the address
+    return int(stage.address)
 
 
 _kept: list[Any] = []
-
-
-def _compiled_stage(function: Callable[..., Any]) -> Any:
-    stage = compiled(numba.cfunc, SIGNATURE)(function)
-    _kept.append(stage)  # its code must outlive the address
-    return stage

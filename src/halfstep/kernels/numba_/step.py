@@ -14,9 +14,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from halfstep.kernels.numba_ import memory as m
 from halfstep.kernels.numba_.compiling import compiled
-from halfstep.kernels.numba_.stages import BLOCK, ROW
+from halfstep.kernels.numba_.groups import group_start
+from halfstep.kernels.numba_.memory import BLOCK, NUM_BUFFERS
+from halfstep.kernels.numba_.stages import ROW
+
+_LINE = 16  # fp32 numbers in a line of the cache: vectors of a buffer shall not cross one
 
 
 @intrinsic
@@ -44,7 +47,8 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
         facts: int64 ``[tensors, 8]``; a row length above 0 says that moments are in groups, which are not cut.
         numbers: fp32 ``[tensors, 9]``: the factor on the gradient, and the rule's constants.
     """
-    buffers = np.zeros(4 * BLOCK, np.float32)
+    memory = np.zeros(NUM_BUFFERS * BLOCK + _LINE, np.float32)
+    buffers = (memory.ctypes.data + 4 * _LINE - 1) // (4 * _LINE) * (4 * _LINE)
     totals = np.zeros(stages.size, np.int64)
     base = 0
     for tensor in range(sizes.size):
@@ -55,14 +59,14 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
             continue
         row = facts[tensor, ROW]
         if row > 0:
-            low = m.group_start(low, row)
-            high = high if high == size else m.group_start(high, row)
+            low = group_start(low, row)
+            high = high if high == size else group_start(high, row)
         a, k, c = addresses[tensor].ctypes.data, facts[tensor].ctypes.data, numbers[tensor].ctypes.data
         while low < high:
             n = min(BLOCK, high - low)
             if row > 0 and low + n < high:
-                n = m.group_start(low + n, row) - low
+                n = group_start(low + n, row) - low
             for place in range(stages.size):
-                totals[place] += _call(stages[place], a, k, c, buffers.ctypes.data, low, n)
+                totals[place] += _call(stages[place], a, k, c, buffers, low, n)
             low += n
     return totals
