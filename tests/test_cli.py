@@ -216,7 +216,7 @@ def test_bench_of_steps_as_json_is_what_would_be_written(says):
         (["bench", "--device", "cpu", "--executor", "triton"], "executor='triton'", "leave executor out"),
         (["bench", "--device", "cpu", "--params", "1e15"], "1e+09 M parameters in 7 storages", "pass fewer --storage"),
         (["bench", "--tensors", "2048xK"], "tensors='2048xK'", "pass --tensors 150"),
-        (["bench", "--steps", "--seconds", "0"], "seconds=0", "pass --seconds 75"),
+        (["bench", "--steps", "--seconds", "0"], "seconds=0", "pass --seconds 60"),
         (["bench", "--out", "{file}"], "files in", "pass --out"),
         (["bench", "--matmul", "--dtype", "fp64"], "the dtype 'fp64'", "choose one of these"),
         (["bench", "--matmul", "--sizes", "0"], "size=0", "pass"),

@@ -148,7 +148,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1, ...; default: the accelerator, if any.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the CPU; default: torch's.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time that all measurements may take; default: 75, of products 25.")
+        float | None, typer.Option(help="Time that all measurements may take; default: 60, of products 25.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for steps.json and steps.png, or matmul.*.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON.")] = False,

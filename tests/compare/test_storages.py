@@ -151,6 +151,8 @@ def test_released_gradients_are_seen_on_their_way_and_one_is_there_at_a_time():
     assert [g.shape for g in released.gradients()] == [p.shape for p in released.model.parameters()]
     assert released.gradient_bytes() == 2 * 128 * 128  # the middle layer's
     assert kept.gradient_bytes() == 2 * 26122
+    assert released.step()
+    assert kept.step()
 
 
 def test_the_schedule_of_a_released_run_moves_with_its_steps():

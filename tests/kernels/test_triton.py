@@ -383,6 +383,19 @@ def test_what_is_written_says_so_to_autograd():
     assert all(tensor._version > old for tensor, old in zip(tensors(slot), versions, strict=True))
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_a_step_waits_for_nothing():
+    slots = [moved(slot, DEVICE) for slot in slots_of(rules.ADAM, SHAPES)]
+    gradients = [torch.ones_like(slot.weight) for slot in slots]
+    turn = turn_of(rules.ADAM, slots, gradients, rules.adam_numbers(GROUPS["adam"], 1), found_inf=0.0)
+    executor.step(turn)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        executor.step(turn)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @compiles
 def test_a_code_divided_by_255_without_a_division():
     code = torch.arange(256).float()

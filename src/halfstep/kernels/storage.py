@@ -9,7 +9,7 @@ Masters: a weight and what it lacks of its fp32 master.
     split   fp16   master = weight + rest * ulp(weight) * 2**-15, rest int16
                    exact for 2**-16 <= |master| <= 65504, else within 2**-40
     split8  bf16   the upper 24 bits of the pattern, rounded: (weight << 8) + rest, rest int8; within 2**-16 of itself
-    split8  fp16   master = weight + rest * ulp(weight) * 2**-7, rest int8; within 2**-18 of itself, else within 2**-32
+    split8  fp16   master = weight + rest * ulp(weight) * 2**-7, rest int8; within 2**-18 of the weight, else 2**-32
     stochastic     no rest: the weight is rounded up or down by chance, so that its mean is the master
 
 A master beyond the largest 16-bit number saturates, whatever the storage, and is counted.
@@ -215,18 +215,26 @@ def decode_scale(scale: Tensor) -> Tensor:
     return _floats((scale.to(torch.int64) & 0xFFFF) << 15)
 
 
-def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
+def encode_first(values: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The first moment in int8, in groups of at most 32: the last dimension of ``values``.
 
     A group is divided by its largest magnitude, and x in [-1, 1] is companded: the code is
     ``round(127 * 2 x / (1 + |x|))``, so that codes are four times as dense at 0 as at 1.
 
+    Args:
+        values: fp32, ``[..., GROUP]``.
+        bits: int64 in [0, 2**16), random, of the same shape: a code is rounded towards 0 or away from it by chance, so
+            that its mean is right. beta1 = 0.9 takes a tenth off: rounded to nearest, a code below 5 would stay for
+            ever, and move a weight without a gradient as long as there are steps. None: to nearest.
+
     Returns:
         codes ``[..., GROUP]`` in int8 and scales ``[...]``, see :func:`encode_scale`.
     """
-    scale = encode_scale(values.abs().amax(-1))
+    scale = encode_scale(values.abs().amax(-1), up=bits is not None)
     x = _shares(values, scale)
-    return (x * 254.0 / (x.abs() + 1.0)).round().to(torch.int8), scale
+    code = x.abs() * 254.0 / (x.abs() + 1.0)
+    code = code.round() if bits is None else _by_chance(code, bits)
+    return code.copysign(x).to(torch.int8), scale
 
 
 def decode_first(codes: Tensor, scale: Tensor) -> Tensor:

@@ -110,19 +110,21 @@ def read_moment(moment: Kept, which: int) -> Tensor:
 
 
 def encoded(value: Tensor, which: int, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes in int8 of a moment's value, and the scales of its groups; see :func:`storage.encode_second` for bits."""
+    """Codes in int8 of a moment's value, and the scales of its groups; 32 random ``bits`` each, or None for nearest."""
     groups, length = _grouped(value)
-    if which:
-        codes, scales = storage.encode_second(groups, None if bits is None else _grouped(bits >> 16)[0])
-    else:
-        codes, scales = storage.encode_first(groups)
+    chance = None if bits is None else _grouped(_chance(bits, which))[0]
+    codes, scales = (storage.encode_first, storage.encode_second)[which](groups, chance)
     return codes.view(torch.int8).flatten(1)[:, :length].reshape(value.shape), scales
+
+
+def _chance(bits: Tensor, which: int) -> Tensor:
+    """16 random bits for a moment: others for the first than for the second."""
+    return (bits if which else bits * 0x9E3779B1 & 0xFFFFFFFF) >> 16
 
 
 def _written_moment(moment: Kept, which: int, value: Tensor, bits: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     if moment.kind == Moment.BF16 and bits is not None:
-        chance = (bits if which else bits * 0x9E3779B1 & 0xFFFFFFFF) >> 16
-        return [(moment.values, storage.round_by_chance(value, torch.bfloat16, chance))]
+        return [(moment.values, storage.round_by_chance(value, torch.bfloat16, _chance(bits, which)))]
     if moment.scales is None:
         return [(moment.values, value)]
     codes, scales = encoded(value, which, bits)

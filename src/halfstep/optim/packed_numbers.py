@@ -64,12 +64,12 @@ def _on_device(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tup
     chance = _sent(torch.tensor([(groups[row.group]["seed"], row.member.number) for row in rows]), device)
     wide = torch.float64 if has_float64(device) else torch.float32
     steps = torch.stack([row.state[STEP] for row in rows]).to(wide) + 1.0
-    parts, start = [], 0
-    for index, size in _runs(rows):
-        numbers = _numbers(rule, groups[index], steps[start : start + size], factor)
+    parts, runs = [], _runs(rows)
+    for (index, size), of_run in zip(runs, steps.split([size for _, size in runs]), strict=True):
+        numbers = _numbers(rule, groups[index], of_run, factor)
         parts.append(torch.stack([_column(number, size, wide, device) for number in numbers], dim=1))
-        start += size
-    return finite(torch.cat(parts)), storage.random_key(chance[:, 0], steps.long(), chance[:, 1])
+    seeds, tensors = chance.unbind(1)
+    return finite(torch.cat(parts)), storage.random_key(seeds, steps.long(), tensors)
 
 
 def _numbers(rule: Rule, group: Mapping[str, Any], step: Any, factor: Any) -> tuple[Any, ...]:

@@ -18,9 +18,8 @@ import numpy as np
 from numba import int8, int32, uint8, uint16, uint32
 
 from halfstep.kernels.numba_ import memory as m
-from halfstep.kernels.numba_.bits import F32, I8, U16, U32, bits_of, clamp, float_of, largest_magnitude, load, store
+from halfstep.kernels.numba_.bits import F32, I8, U16, bits_of, float_of, largest_magnitude, load, store
 from halfstep.kernels.numba_.memory import (
-    CHANCE,
     FIRST,
     FIRST_SCALES,
     NEXT_FIRST,
@@ -121,7 +120,7 @@ def _decode_second(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
 
 
 @_jit
-def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V) -> None:
+def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, chance: V) -> None:
     """A block's scales, then its codes."""
     column, group, start, place = at % row, _group_index(at, row), 0, 0
     while start < n:
@@ -132,7 +131,7 @@ def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V) -
             top = uint32(0)
             for i in range(length):
                 top = max(top, m.magnitude_of(load(NEXT_FIRST, F32, values, start + i)))
-        bits = min(uint32(uint32(top + _HALF15) >> _U15), _LARGEST_SCALE)
+        bits = min(uint32(uint32(top + _ALMOST15) >> _U15), _LARGEST_SCALE)  # up
         store(FIRST_SCALES, U16, scales, group, uint16(bits))
         _keep_unit(units, place, bits)
         start, group, column, place = start + length, group + 1, column + length, place + 2
@@ -142,9 +141,9 @@ def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V) -
         length = min(GROUP, row - column, n - start)
         unit, share = load(UNITS, F32, units, place), load(UNITS, F32, units, place + 1)
         if length == GROUP and share > 0:
-            _encode_first(codes, at + start, values, start, unit, share, GROUP)
+            _encode_first(codes, at + start, values, start, unit, share, GROUP, chance)
         else:
-            _encode_first_by_division(codes, at + start, values, start, unit, length)
+            _encode_first_by_division(codes, at + start, values, start, unit, length, chance)
         start, column, place = start + length, column + length, place + 2
         column = 0 if column == row else column
 
@@ -195,45 +194,49 @@ def _quotient(value: V, unit: V, share: V) -> V:
 
 
 @_jit
-def _encode_first(codes: V, at: V, values: V, start: V, unit: V, share: V, n: V) -> None:
+def _encode_first(codes: V, at: V, values: V, start: V, unit: V, share: V, n: V, chance: V) -> None:
     for i in range(n):
         x = _quotient(load(NEXT_FIRST, F32, values, start + i), unit, share)
-        store(FIRST, I8, codes, at + i, _first_code(x))
+        store(FIRST, I8, codes, at + i, _first_code(x, m.first_chance(chance, start + i)))
 
 
 @_jit
-def _encode_first_by_division(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
+def _encode_first_by_division(codes: V, at: V, values: V, start: V, unit: V, n: V, chance: V) -> None:
     for i in range(n):
-        store(FIRST, I8, codes, at + i, _first_code(load(NEXT_FIRST, F32, values, start + i) / unit))
+        x = load(NEXT_FIRST, F32, values, start + i) / unit
+        store(FIRST, I8, codes, at + i, _first_code(x, m.first_chance(chance, start + i)))
 
 
 @_jit
-def _first_code(x: V) -> V:
-    x = clamp(x, _ONE)
-    return int8(bits_of(x * _254 / (abs(x) + _ONE) + _MAGIC))
+def _first_code(x: V, chance: V) -> V:
+    share = min(abs(x), _ONE)
+    whole = _by_chance(share * _254 / (share + _ONE), chance)
+    return int8(whole if x >= 0 else int32(-whole))
+
+
+@_jit
+def _by_chance(code: V, chance: V) -> V:
+    """Up if ``floor(2**16 above) > chance``, which for an integer is ``2**16 above >= chance + 1``."""
+    lower = np.floor(code + _STILL)
+    needed = np.float32(int32(uint32(max(chance, _STILL_CHANCE) + uint32(1))))
+    return int32(int32(lower) + int32((code - lower) * _2P16 >= needed))
 
 
 @_jit
 def _encode_second(codes: V, at: V, values: V, start: V, unit: V, share: V, n: V, chance: V) -> None:
     for i in range(n):
         root = load(NEXT_SECOND, F32, values, start + i)
-        bits = load(CHANCE, U32, chance, start + i)
-        store(SECOND, I8, codes, at + i, _second_code(root, _quotient(root, unit, share), bits))
+        x = _quotient(root, unit, share)
+        store(SECOND, I8, codes, at + i, _second_code(root, x, m.second_chance(chance, start + i)))
 
 
 @_jit
 def _encode_second_by_division(codes: V, at: V, values: V, start: V, unit: V, n: V, chance: V) -> None:
     for i in range(n):
         root = load(NEXT_SECOND, F32, values, start + i)
-        bits = load(CHANCE, U32, chance, start + i)
-        store(SECOND, I8, codes, at + i, _second_code(root, root / unit, bits))
+        store(SECOND, I8, codes, at + i, _second_code(root, root / unit, m.second_chance(chance, start + i)))
 
 
 @_jit
-def _second_code(root: V, x: V, bits: V) -> V:
-    """By chance: up if ``floor(2**16 above) > chance``, which for an integer is ``2**16 above >= chance + 1``."""
-    code = min(x, _ONE) * _255
-    lower = np.floor(code + _STILL)
-    chance = np.float32(int32(uint32(max(uint32(bits >> _U16), _STILL_CHANCE) + uint32(1))))
-    whole = int32(int32(lower) + int32((code - lower) * _2P16 >= chance))
-    return int8(max(whole, int32(root > 0)))
+def _second_code(root: V, x: V, chance: V) -> V:
+    return int8(max(_by_chance(min(x, _ONE) * _255, chance), int32(root > 0)))

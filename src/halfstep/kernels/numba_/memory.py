@@ -434,12 +434,14 @@ def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
 
 
 @_jit
-def _first_chance(chance: V, i: V) -> V:
+def first_chance(chance: V, i: V) -> V:
+    """16 random bits of an element for its first moment."""
     return uint32(uint32(load(CHANCE, U32, chance, i) * _STEP) >> _U16)
 
 
 @_jit
-def _second_chance(chance: V, i: V) -> V:
+def second_chance(chance: V, i: V) -> V:
+    """Others, for its second moment."""
     return uint32(load(CHANCE, U32, chance, i) >> _U16)
 
 
@@ -474,5 +476,5 @@ def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], chance_of
     return write
 
 
-write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, _first_chance)
-write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, _second_chance)
+write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, first_chance)
+write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, second_chance)

@@ -336,7 +336,7 @@ def _write_moment(layout: int, kind: int, which: int) -> Callable[..., Any]:
             else:
                 m.write_bf16_second(layout, values, address, at, n, chance)
         elif which == 0:
-            groups.write_first(address, scales, at, n, row, values, units)
+            groups.write_first(address, scales, at, n, row, values, units, chance)
         else:
             groups.write_second(address, scales, at, n, row, values, units, chance)
         return 0
@@ -369,7 +369,7 @@ def stages_of(rule: rules.Rule, recipe: tuple[int, ...], *, counts_stalled: bool
     dtype, gradient_dtype, storage, *kinds = recipe
     moments = list(zip(kinds, (0, 1), strict=True))[: len(rule.moments)]
     is_direct = dtype == m.FP32 and not counts_stalled
-    needs_chance = storage == m.STOCHASTIC or _BF16 in kinds or kinds[1] == _INT8
+    needs_chance = storage == m.STOCHASTIC or _BF16 in kinds or _INT8 in kinds
     is_bf16 = dtype == gradient_dtype == m.BF16 and all(kind == _BF16 for kind, _ in moments)
     layout = int(is_bf16 and storage not in (m.MASTER_FP32, m.SPLIT8) and not counts_stalled)
     stages: Stages = [("read_moment", (which,)) for kind, which in moments if kind == _INT8]

@@ -268,10 +268,10 @@ def decoded(codes: "V", scales: "V", IS_SECOND: tl.constexpr) -> "V":
 
 
 @triton.jit
-def _scales(values: "V", OFFSET: tl.constexpr) -> "V":
-    """``storage.encode_scale`` of each group's largest magnitude."""
+def _scales(values: "V") -> "V":
+    """``storage.encode_scale`` of each group's largest magnitude, rounded up."""
     magnitude = (bits_of(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-    return tl.minimum((tl.max(magnitude, axis=1) + OFFSET) >> 15, _LARGEST_SCALE)
+    return tl.minimum((tl.max(magnitude, axis=1) + 0x7FFF) >> 15, _LARGEST_SCALE)
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def encoded(values: "V", random: "V", IS_SECOND: tl.constexpr) -> "V":
     """Codes and scales of a moment, 0 in what no row has: ``storage.encode_first`` and ``encode_second``."""
     if IS_SECOND:
         values = tl.sqrt_rn(values)
-    scales = _scales(values, 0x7FFF if IS_SECOND else 0x4000)
+    scales = _scales(values)
     unit = _unit(scales)
     unit = tl.where(unit > 0.0, unit, 1.0)  # all are too small for a scale then, and their codes 0
     shares = cut(tl.div_rn(values, unit), 1.0)
@@ -287,7 +287,9 @@ def encoded(values: "V", random: "V", IS_SECOND: tl.constexpr) -> "V":
         codes = _code_by_chance(shares * 255.0, random >> 16)
         codes = tl.where(values > 0.0, tl.maximum(codes, 1), codes)
     else:
-        codes = _rounded(tl.div_rn(shares * 254.0, tl.abs(shares) + 1.0))
+        x = tl.abs(shares)
+        codes = _code_by_chance(tl.div_rn(x * 254.0, x + 1.0), (random * 0x9E3779B1) >> 16)
+        codes = tl.where(shares < 0.0, -codes, codes)
     return codes.to(tl.int8), scales.to(tl.uint16)
 
 
