@@ -290,8 +290,10 @@ class NoHostRead(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert name not in HOST_READS, f"{name} reads the device"
         out = func(*args, **(kwargs or {}))
-        if name in ("_to_copy", "copy_"):
-            source, target = (args[1], args[0]) if name == "copy_" else (args[0], out)
+        if name in ("_to_copy", "copy_", "_foreach_copy_"):
+            source, target = (args[0], out) if name == "_to_copy" else (args[1], args[0])
+            if name == "_foreach_copy_":
+                source, target = source[0], target[0]
             assert source.device.type == "cpu" or target.device.type != "cpu", f"{name} copies to the host"
         return out
 
@@ -299,7 +301,16 @@ class NoHostRead(TorchDispatchMode):
 @pytest.fixture
 def fake_cuda(monkeypatch):
     """CUDA tensors without values, on a machine without CUDA."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # asks the driver
+
+    def first_columns(tensor, index):  # what a step takes of a tensor by brackets
+        assert index[0] == slice(None)
+        return tensor.narrow(1, 0, index[1].stop)
+
+    # These ask the driver, though others do the same without.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "__getitem__", first_columns)
+    monkeypatch.setattr(torch.Tensor, "__invert__", torch.bitwise_not)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: torch._foreach_copy_([target], [source]))
     with FakeTensorMode():
         yield torch.device("cuda")
 

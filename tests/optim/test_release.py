@@ -1,16 +1,16 @@
 """Released gradients: the same steps, one gradient alive at a time, and what happens where something is not finite."""
 
 import copy
-import itertools
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import ArgumentError, CallOrderError, SkippedStepWarning, UnsupportedError
-from halfstep.optim import SGD, AdamW, Lion, release_gradients
+from halfstep.errors import ArgumentError, CallOrderError, SkippedStepWarning, StateError, UnsupportedError
+from halfstep.optim import SGD, AdamW, Lion, packed, packed_numbers, release, release_gradients
 from halfstep.training.stepper import Stepper
 
 
@@ -44,8 +44,17 @@ def assert_same(model, optimizer, other_model, other_optimizer):
             assert torch.equal(value, other_optimizer.state[q][name]), name
 
 
+@pytest.fixture(params=["host", "device"])
+def where(request, monkeypatch):
+    """On a device nothing is read on the host; here its path runs on the CPU."""
+    if request.param == "device":
+        for module in (packed, packed_numbers, release):
+            monkeypatch.setattr(module, "is_host", lambda device: False)
+    return request.param
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_bits_as_ordinary_steps(name):
+def test_the_same_bits_as_ordinary_steps(name, where):
     model = Net()
     other = copy.deepcopy(model)
     optimizer, ordinary = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](other.parameters())
@@ -144,14 +153,29 @@ def test_clipping_by_the_step_before():
         norms.append(torch.cat([g.flatten() for g in gradients]).norm().item())
 
 
-def test_a_bad_step_is_no_step_before():
+@pytest.mark.filterwarnings("ignore:Released gradients, skipped")
+@pytest.mark.parametrize("first", [math.nan, math.inf, 1.0])
+def test_a_bad_step_is_no_step_before(first, where):
+    """The next one is clipped by the last good norm, or where there is none by each parameter's own."""
     model = nn.Linear(24, 24)
-    release = release_gradients(model, SGD(model.parameters(), lr=0.0), clip_norm=1.0)
-    release.backward(model(torch.ones(2, 24)).sum())
-    previous = release._previous.clone()
-    with pytest.warns(SkippedStepWarning):
-        release.backward(model(torch.full((2, 24), math.inf)).sum())
-    assert torch.equal(release._previous, previous)
+    released = release_gradients(model, SGD(model.parameters(), lr=1e-3), clip_norm=1.0)
+    released.backward(model(torch.full((2, 24), first)).sum())
+    previous = released._previous.clone()
+    assert released.backward(model(torch.full((2, 24), math.inf)).sum()).kind == "skipped"
+    assert torch.equal(released._previous.nan_to_num(-1.0), previous.nan_to_num(-1.0))
+    assert released.backward(model(torch.ones(2, 24)).sum()).is_applied
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_norms_that_fp32_cannot_square(where):
+    model = nn.Linear(24, 24)
+    released = release_gradients(model, SGD(model.parameters(), lr=1e-3), clip_norm=1.0)
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        outcome = released.backward((model(torch.ones(2, 24)) * 1e25).sum())
+        assert outcome.is_applied
+        assert 1e25 < outcome.grad_norm < 1e27
+        assert not torch.equal(model.weight, before)
 
 
 def test_what_is_refused_and_why():
@@ -164,7 +188,13 @@ def test_what_is_refused_and_why():
         release_gradients(half, AdamW(half.parameters()))
     with pytest.raises(ArgumentError, match="known when the first"):
         release_gradients(model, AdamW(model.parameters(), clip_norm=1.0))
-    for wrong in ({"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_by": "this"}):
+    for wrong in (
+        {"clip_norm": 0.0},
+        {"clip_norm": math.nan},
+        {"clip_norm": "1"},
+        {"clip_norm": True},
+        {"clip_by": "this"},
+    ):
         with pytest.raises(ArgumentError):
             release_gradients(model, optimizer, **wrong)
     assert not optimizer.is_released
@@ -220,41 +250,51 @@ def test_schedulers_groups_unfreezing_and_the_meter():
     assert optimizer.state[model.first.bias]["step"] == 1
 
 
-def test_save_and_resume_in_the_middle():
+@pytest.mark.parametrize("clip_norm", [None, 1e-2])
+def test_save_and_resume_in_the_middle(clip_norm):
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    release = release_gradients(model, optimizer)
+    released = release_gradients(model, optimizer, clip_norm=clip_norm)
     for seed in range(3):
-        release.backward(loss_of(model, seed))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        released.backward(loss_of(model, seed))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), released.state_dict()))
     for seed in range(3, 6):
-        release.backward(loss_of(model, seed))
+        released.backward(loss_of(model, seed))
     other = Net()
     resumed = OPTIMIZERS["adamw"](other.parameters())
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    again = release_gradients(other, resumed)
+    again = release_gradients(other, resumed, clip_norm=clip_norm)
+    again.load_state_dict(saved[2])
     for seed in range(3, 6):
         again.backward(loss_of(other, seed))
     assert_same(model, optimizer, other, resumed)
+    for wrong in ({}, {"previous_norm": -1.0}, {"previous_norm": math.inf}, None):
+        with pytest.raises(StateError, match="previous_norm"):
+            again.load_state_dict(wrong)
 
 
-def test_bytes_that_are_alive_in_the_backward_pass():
+def test_bytes_that_are_alive_in_the_backward_pass(monkeypatch):
     """State of split8 and int8 moments: at most 5.15 bytes per parameter with the weights, and one gradient."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     num_parameters = sum(p.numel() for p in model.parameters())
     kept = sum(p.numel() * p.element_size() for p in model.parameters()) + optimizer.num_bytes
-    assert kept / num_parameters < 5.16  # biases keep bf16 moments
-    largest = []
-    release = release_gradients(model, optimizer)
-    used = release._optimizer.step_alone
+    assert kept / num_parameters < 5.15
+    released, used, seen, alive = release_gradients(model, optimizer), optimizer.step_alone, [], []
 
     def watched(index, p, gradient, *rest):
-        others = [q.grad for q in model.parameters() if q.grad is not None]
-        largest.append(sum(t.numel() * t.element_size() for t in itertools.chain([gradient], others)))
+        # A storage's handle is alive as long as anybody holds its memory.
+        alive.append(sum(handle() is not None for handle in seen))
+        seen.append(weakref.ref(gradient))
         used(index, p, gradient, *rest)
 
-    optimizer.step_alone = watched
-    release.backward(model(torch.randn(2, 256).bfloat16()).float().square().mean())
-    assert max(largest) == 256 * 256 * 2
+    monkeypatch.setattr(optimizer, "step_alone", watched)
+    released.backward(model(torch.randn(2, 256).bfloat16()).float().square().mean())
+    assert alive == [0, 0, 0, 0]
+
+
+def test_parameters_that_nobody_would_step():
+    model = Net()
+    with pytest.raises(ArgumentError, match=r"first\.weight and 1 more"):
+        release_gradients(model, AdamW(model.second.parameters()))

@@ -56,7 +56,10 @@ _Word = TypeVar("_Word", int, Tensor)
 BF16_BOUND = 0x7F7F8000  # magnitudes from here on would round to bf16's infinity
 _LARGEST_SPLIT = BF16_BOUND - 1
 _NAN = 0x7FC00000  # whose upper half is a NaN too
-_LARGEST_SCALE = 0xFEFF  # of the 16 bits of a scale; the next one is infinity
+LARGEST_SCALE = 0xFEFF  # of the 16 bits of a scale; the next one is infinity
+# 1/255 in two parts, the first of 16 bits: so a code is divided in every bit. (On CUDA torch would multiply by the
+# rounded reciprocal, which differs for half of the codes.)
+_255TH = (257 / 2**16, 1.0 / 255.0 - 257 / 2**16)
 _STILL = 2.0**-12  # of a code: so near to one, a value is what that code was decoded to, and stays
 
 # ---- random bits ----------------------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def encode_scale(largest: Tensor, *, up: bool = False) -> Tensor:
     Rounded to nearest, or ``up`` to a number that is not smaller. fp16 would lose the gradients below 6e-5, and bf16 a
     bit: with 8, the largest of a group keeps the largest code, and what was decoded encodes to the same codes again.
     """
-    return (_bits(largest) + (0x7FFF if up else 0x4000) >> 15).clamp(max=_LARGEST_SCALE).to(torch.int16)
+    return (_bits(largest) + (0x7FFF if up else 0x4000) >> 15).clamp(max=LARGEST_SCALE).to(torch.int16)
 
 
 def decode_scale(scale: Tensor) -> Tensor:
@@ -270,7 +273,8 @@ def _by_chance(code: Tensor, bits: Tensor) -> Tensor:
 
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
     """The values that :func:`encode_second` gives back."""
-    root = codes.float() / 255.0 * decode_scale(scale).unsqueeze(-1)
+    code = codes.float()
+    root = (code * _255TH[0] + code * _255TH[1]) * decode_scale(scale).unsqueeze(-1)
     return root * root
 
 

@@ -49,11 +49,14 @@ def _step(turn: Turn, slot: Slot, gradient: Tensor, constants: Tensor, key: Tens
     for which, (moment, value) in enumerate(zip(slot.moments, moments, strict=False)):
         written += _written_moment(moment, which, value.clamp(-_LARGEST, _LARGEST), bits)
     is_taken = torch.ones((), dtype=torch.bool, device=master.device) if turn.found_inf is None else turn.found_inf == 0
-    is_saturated, is_updated = _is_saturated(master, slot.weight.dtype) & is_taken, (master != before) & is_taken
-    before = before.clone()  # of fp32 weights it is their memory
+    num_saturated = (_is_saturated(master, slot.weight.dtype) & is_taken).sum()
+    if turn.counts_stalled:
+        before, is_updated = before.clone(), (master != before) & is_taken  # of fp32 weights it is their memory
     for target, value in written:
         target.copy_(torch.where(is_taken, value, target))
-    return torch.stack([one.sum() for one in (is_saturated, is_updated, is_updated & (read_master(slot) == before))])
+    if not turn.counts_stalled:
+        return num_saturated.expand(3)
+    return torch.stack([num_saturated, is_updated.sum(), (is_updated & (read_master(slot) == before)).sum()])
 
 
 def _is_saturated(master: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +28,7 @@ from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.packed import PackedOptimizer, TorchClass
 from halfstep.policy import Policy
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class Storages(TypedDict, total=False):
-    """What every optimizer here takes besides its rule's hyperparameters; see :class:`AdamW`."""
-
-    policy: str | Policy | None
-    master: str | None
-    moments: str | None
-    executor: str
-    clip_norm: float | None
-    seed: int
 
 
 class Adam(PackedOptimizer):
@@ -69,7 +55,12 @@ class Adam(PackedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **storages: Unpack[Storages],
+        policy: str | Policy | None = None,
+        master: str | None = None,
+        moments: str | None = None,
+        executor: str = "auto",
+        clip_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,7 +76,16 @@ class Adam(PackedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         self.check_group(defaults)
-        super().__init__(params, defaults, **storages)
+        super().__init__(
+            params,
+            defaults,
+            policy=policy,
+            master=master,
+            moments=moments,
+            executor=executor,
+            clip_norm=clip_norm,
+            seed=seed,
+        )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyperparameter is out of range."""
@@ -113,21 +113,17 @@ class AdamW(Adam):
         capturable: see ``foreach``.
         differentiable: refused.
         fused: see ``foreach``.
-        storages: keyword-only, as follows.
-
-            - ``policy``: ``"bf16-master"`` or ``"fp16-master"`` casts the trainable fp32 weights in place, on the same
-              Parameter objects, and keeps what they lose; options in its text count:
-              ``"bf16-master,master=split8,moments=int8"``. None: the weights stay as they are.
-            - ``master``: what is kept beside a 16-bit weight: ``"fp32"`` (4 bytes), ``"split"`` (2; bf16: every bit
-              of an fp32 master; the default), ``"split8"`` (1; 24 bits), ``"stochastic"`` (0; rounded by chance) or
-              ``"none"`` (0; small updates are lost, so it warns).
-            - ``moments``: ``"fp32"`` (4 bytes each; the default), ``"bf16"`` (2) or ``"int8"`` (1.06; matrices only,
-              other parameters keep bf16).
-            - ``executor``: ``"auto"``, ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"torch"``; they differ in speed.
-            - ``clip_norm``: largest norm of the true gradient of a step. (A Stepper has its own.)
-            - ``seed``: of the bits by which values are rounded by chance.
-
-            A group may have its own ``master`` and ``moments``.
+        policy: ``"bf16-master"`` or ``"fp16-master"`` casts the trainable fp32 weights in place, on the same Parameter
+            objects, and keeps what they lose; options in its text count: ``"bf16-master,master=split8,moments=int8"``.
+            None: the weights stay as they are.
+        master: what is kept beside a 16-bit weight: ``"fp32"`` (4 bytes), ``"split"`` (2; bf16: every bit of an fp32
+            master; the default), ``"split8"`` (1; 24 bits), ``"stochastic"`` (0; rounded by chance) or ``"none"`` (0;
+            small updates are lost, so it warns). A group may have its own.
+        moments: ``"fp32"`` (4 bytes each; the default), ``"bf16"`` (2) or ``"int8"`` (1.06; matrices only, other
+            parameters keep bf16). A group may have its own.
+        executor: ``"auto"``, ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"torch"``; they differ in speed.
+        clip_norm: largest norm of the true gradient of a step. (A Stepper has its own.)
+        seed: of the bits by which values are rounded by chance.
 
     It is a ``torch.optim.Optimizer``: groups, schedulers, hooks and closures work as ever. Under a GradScaler or
     Stepper the division by the scale is part of the step; alone it looks at the gradients first, clips, and skips a
@@ -169,7 +165,12 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **storages: Unpack[Storages],
+        policy: str | Policy | None = None,
+        master: str | None = None,
+        moments: str | None = None,
+        executor: str = "auto",
+        clip_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -184,7 +185,12 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            **storages,
+            policy=policy,
+            master=master,
+            moments=moments,
+            executor=executor,
+            clip_norm=clip_norm,
+            seed=seed,
         )
 
 
@@ -210,7 +216,12 @@ class SGD(PackedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        **storages: Unpack[Storages],
+        policy: str | Policy | None = None,
+        master: str | None = None,
+        moments: str | None = None,
+        executor: str = "auto",
+        clip_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -224,7 +235,16 @@ class SGD(PackedOptimizer):
             "fused": fused,
         }
         self.check_group(defaults)
-        super().__init__(params, defaults, **storages)
+        super().__init__(
+            params,
+            defaults,
+            policy=policy,
+            master=master,
+            moments=moments,
+            executor=executor,
+            clip_norm=clip_norm,
+            seed=seed,
+        )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyperparameter is out of range."""
@@ -246,7 +266,12 @@ class Lion(PackedOptimizer):
         betas: share of the past in the direction, and in what is kept, each in [0, 1).
         weight_decay: decoupled; about ten times what AdamW would have.
         maximize: whether to climb.
-        storages: as in :class:`AdamW`.
+        policy: this and the others as in :class:`AdamW`.
+        master: see there.
+        moments: see there.
+        executor: see there.
+        clip_norm: see there.
+        seed: see there.
 
     Source: Chen et al., *Symbolic Discovery of Optimization Algorithms*, NeurIPS 2023, Algorithm 2.
     """
@@ -261,11 +286,25 @@ class Lion(PackedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **storages: Unpack[Storages],
+        policy: str | Policy | None = None,
+        master: str | None = None,
+        moments: str | None = None,
+        executor: str = "auto",
+        clip_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         self.check_group(defaults)
-        super().__init__(params, defaults, **storages)
+        super().__init__(
+            params,
+            defaults,
+            policy=policy,
+            master=master,
+            moments=moments,
+            executor=executor,
+            clip_norm=clip_norm,
+            seed=seed,
+        )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise if a hyperparameter is out of range."""

@@ -37,7 +37,7 @@ from halfstep.optim import keeping, packed_refusals, packed_state
 from halfstep.optim.keeping import STEP
 from halfstep.optim.packed_members import Member, Row, checked_gradient, new_member
 from halfstep.optim.packed_numbers import numbers_of
-from halfstep.optim.packed_options import check_options, check_parameter, checked_seed, storages_of
+from halfstep.optim.packed_options import check_options, check_parameter, checked_clip_norm, checked_seed, storages_of
 from halfstep.policy import Policy
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_: with it a run that moves here keeps its numbers
@@ -116,6 +116,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         if not new:
             return
         dtype = self._cast_dtype if may_cast else None
+        if self._wanted_executor != "auto":
+            for device in {p.device for _, p in new}:
+                choose(device, 0, self._wanted_executor)  # says if it cannot run there
         for _, p in new:
             check_parameter(p, dtype)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -141,21 +144,23 @@ class PackedOptimizer(torch.optim.Optimizer):
             for p in group["params"]
             if p in self._members and not self._members[p].keeping.names
         ]
+        if any(group["dampening"] for group, _ in late):
+            raise packed_refusals.late_dampening(self)
         for group, p in late:
             member, kept = self._present(p), keeping.keeping_of(p, group, self.rule)
             self.state[p] = {**keeping.new_state(p, kept), **self.state[p]}
             self._members[p] = new_member(p, self.state[p], member.number, kept)
 
     def _new_member(self, group: dict[str, Any], p: Tensor, number: int, dtype: torch.dtype | None) -> None:
-        value = None
+        weight, value = p.detach(), None
         if dtype is not None and p.dtype == torch.float32:
-            value = p.data
-            p.data = torch.empty_like(value, dtype=dtype)
-        kept = keeping.keeping_of(p, group, self.rule)
-        state = keeping.new_state(p, kept, value)
+            weight, value = torch.empty_like(weight, dtype=dtype), weight
+        kept = keeping.keeping_of(weight, group, self.rule)
+        state = keeping.new_state(weight, kept, value)
         if value is not None:
             rest = state[kept.rest_name] if kept.rest_name is not None else None
-            keeping.split_into(p.data, rest, value, kept.master)
+            keeping.split_into(weight, rest, value, kept.master)
+            p.data = weight  # last: where memory does not suffice, the parameter is what it was
         self.state[p] = state
         self._members[p] = new_member(p, state, number, kept)
 
@@ -187,10 +192,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
-        is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-        if clip_norm is not None and not (is_number and 0 < clip_norm < math.inf):
-            raise packed_refusals.bad_clip_norm(clip_norm)
-        self._clip_norm = None if clip_norm is None else float(clip_norm)
+        self._clip_norm = checked_clip_norm(clip_norm)
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -225,6 +227,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             return
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         is_bare = not hasattr(self, "found_inf")
+        if found_inf is not None:  # others may have made a count or a shape of [1] of it
+            found_inf = any_found_inf([found_inf], found_inf.device)
         found = None
         if is_bare or self._clip_norm is not None:
             found = inspect([row.gradient for row in rows])
@@ -232,7 +236,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             found_inf = any_found_inf(found.found_inf.values(), rows[0].member.parameter.device)
         if found_inf is not None and is_host(found_inf.device) and found_inf.item() != 0:
             if is_bare:
-                self._add("skipped", torch.ones((), dtype=torch.int64))
+                self._add("skipped", torch.ones((), dtype=torch.int64, device="cpu"))
                 self._warn_of_skip(found, rows)
             return
         by_device: dict[torch.device, list[Row]] = {}
@@ -275,6 +279,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """What gradients are multiplied by: unscaling and clipping. A number where the host is the device."""
         if is_host(device):
             scale = 1.0 if divisor is None else float(divisor)
+            if scale == 0.0:
+                raise packed_refusals.scale_of_zero(self)
             if self._clip_norm is None or found is None:
                 return 1.0 / scale
             norm = found.total_norm_on_host() / scale
@@ -287,16 +293,16 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _take_turn(self, device: torch.device, rows: list[Row], factor: float | Tensor, flag: Tensor | None) -> None:
         constants, keys = numbers_of(self.rule, self.param_groups, rows, factor)
-        if not is_host(device) and any(isinstance(self.param_groups[row.group]["lr"], Tensor) for row in rows):
-            # The host has not seen the learning rate: as NaN it would be in every weight.
+        if not is_host(device):
+            # The host has seen neither scale nor learning rate: as NaN they would be in every weight.
             is_nan = constants.isnan().any()
             flag = is_nan.float() if flag is None else (is_nan | (flag != 0)).float()
-            self._add("skipped", is_nan.to(torch.int64))
         slots, gradients = [row.member.slot for row in rows], [row.gradient for row in rows]
         turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled)
         counts = self._executor_of(device).step(turn)
         steps = [row.state[STEP] for row in rows]
-        torch._foreach_add_(steps, 1.0 if flag is None else (flag == 0).to(torch.float32))
+        taken = 1.0 if flag is None else (flag == 0).to(torch.float32)
+        torch._foreach_add_(steps, taken, **({} if flag is None else {"alpha": 1}))  # without it a tensor is read
         self._add("saturated", counts.saturated)
         if counts.updated is not None and counts.stalled is not None:
             pair = torch.stack([counts.updated, counts.stalled])
@@ -448,7 +454,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._check_members()
         kept = (
             *("defaults", "state", "param_groups", "_cast_dtype"),
-            *("_wanted_executor", "_clip_norm", "_is_taken_off", "_says_none"),
+            *("_wanted_executor", "_clip_norm", "_is_taken_off", "_says_none", "count_stalled"),
         )
         kinds = {p: (member.number, member.keeping) for p, member in self._members.items()}
         return {**{name: self.__dict__[name] for name in kept}, "kinds": kinds}
@@ -456,11 +462,11 @@ class PackedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         kinds = state.pop("kinds")
-        is_taken_off = state["_is_taken_off"]
+        is_taken_off, counts_stalled = state["_is_taken_off"], state["count_stalled"]
         super().__setstate__(state)
         self._executors, self._is_building = {}, False
         self._begin_counting()
-        self._is_taken_off = is_taken_off
+        self._is_taken_off, self.count_stalled = is_taken_off, counts_stalled
         self._members = {}
         if not is_taken_off:
             self._members = {p: new_member(p, self.state[p], *kind) for p, kind in kinds.items()}

@@ -48,28 +48,31 @@ def _on_host(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple
         raise refusals.bad_step_counter(steps)
     kinds = [(row.group, step) for row, step in zip(rows, steps, strict=True)]
     known = {(index, step): _numbers(rule, groups[index], step, factor) for index, step in dict.fromkeys(kinds)}
-    constants = torch.tensor([known[kind] for kind in kinds], dtype=torch.float64)
+    constants = torch.tensor([known[kind] for kind in kinds], dtype=torch.float64, device="cpu")
     if bool(constants.isnan().any()):
         raise refusals.not_a_number(rule)
     if not any(row.member.slot.needs_chance for row in rows):
-        return finite(constants), torch.zeros(len(rows), dtype=torch.int64)
+        return finite(constants), torch.zeros(len(rows), dtype=torch.int64, device="cpu")
     facts = [(groups[row.group]["seed"], int(step), row.member.number) for row, step in zip(rows, steps, strict=True)]
     if len(rows) <= _FEW:
-        return finite(constants), torch.tensor([storage.random_key(*fact) for fact in facts])
-    return finite(constants), storage.random_key(*torch.tensor(facts).T)
+        return finite(constants), torch.tensor([storage.random_key(*fact) for fact in facts], device="cpu")
+    return finite(constants), storage.random_key(*torch.tensor(facts, device="cpu").T)
 
 
 def _on_device(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
     device = rows[0].member.parameter.device
-    chance = _sent(torch.tensor([(groups[row.group]["seed"], row.member.number) for row in rows]), device)
     wide = torch.float64 if has_float64(device) else torch.float32
     steps = torch.stack([row.state[STEP] for row in rows]).to(wide) + 1.0
     parts, runs = [], _runs(rows)
-    for (index, size), of_run in zip(runs, steps.split([size for _, size in runs]), strict=True):
+    for (index, size), of_run in zip(runs, torch.split(steps, [size for _, size in runs]), strict=True):
         numbers = _numbers(rule, groups[index], of_run, factor)
         parts.append(torch.stack([_column(number, size, wide, device) for number in numbers], dim=1))
-    seeds, tensors = chance.unbind(1)
-    return finite(torch.cat(parts)), storage.random_key(seeds, steps.long(), tensors)
+    constants = finite(torch.cat(parts))
+    if not any(row.member.slot.needs_chance for row in rows):
+        return constants, torch.zeros(len(rows), dtype=torch.int64, device=device)
+    facts = torch.tensor([(groups[row.group]["seed"], row.member.number) for row in rows], device="cpu")
+    seeds, places = _sent(facts, device).unbind(1)
+    return constants, storage.random_key(seeds, steps.long(), places)
 
 
 def _numbers(rule: Rule, group: Mapping[str, Any], step: Any, factor: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,7 +38,8 @@ def storages_of(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | N
         if moments is not None and parsed.moments not in (policies.Moments.FP32, policies.Moments(moments)):
             raise refusals.two_storages(parsed, "moments", moments)
         # split holds every bit of an fp32 master, in half of its bytes
-        kept = "split" if parsed.master is policies.Master.FP32 else parsed.master.value
+        is_said = isinstance(policy, str) and "master=fp32" in policy.replace(" ", "").lower()
+        kept = "split" if parsed.master is policies.Master.FP32 and not is_said else parsed.master.value
         of_policy = {"master": kept, "moments": parsed.moments.value}
     return cast_dtype, {"master": master or of_policy["master"], "moments": moments or of_policy["moments"]}
 
@@ -50,6 +52,14 @@ def check_options(optimizer: object, group: Mapping[str, Any]) -> None:
     for name in _OF_ALL:
         if name in group:
             raise refusals.option_of_all(optimizer, name)
+
+
+def checked_clip_norm(clip_norm: Any) -> float | None:
+    """The largest norm of a gradient, if it is one; None clips nothing."""
+    is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and 0 < clip_norm < math.inf):
+        raise refusals.bad_clip_norm(clip_norm)
+    return None if clip_norm is None else float(clip_norm)
 
 
 def checked_seed(seed: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -193,6 +193,26 @@ def bare_text(optimizer: object, number: int) -> str:
 # -- stepping ---------------------------------------------------------------------------------------------------------
 
 
+def scale_of_zero(optimizer: object) -> CallOrderError:
+    """torch's GradScaler can get there."""
+    return CallOrderError(
+        asked=f"{_named(optimizer)}.step() of gradients that were scaled by 0",
+        true="grad_scale is 0: torch's GradScaler falls that far when every step overflows",
+        why="nothing is left in the gradients that could be unscaled",
+        fix="use halfstep.GradScaler, whose scale has a lower bound; and look at what overflows",
+    )
+
+
+def late_dampening(optimizer: object) -> UnsupportedError:
+    """A first momentum after the first step."""
+    return UnsupportedError(
+        asked=f"{_named(optimizer)}.step() with momentum that begins late, and dampening",
+        true="the first gradient enters the momentum whole, and dampening acts from the second on",
+        why="which gradient is the first cannot be told once steps have been taken without momentum",
+        fix="leave dampening out, or begin with momentum",
+    )
+
+
 def bad_gradient(optimizer: object, p: Tensor, gradient: Tensor) -> UnsupportedError:
     """A sparse gradient, or one of another dtype."""
     if gradient.layout != torch.strided:
@@ -305,6 +325,18 @@ def release_of_fp16(p: Tensor) -> UnsupportedError:
         true="fp16 gradients need loss scaling, and a scale is lowered after a look at all of them",
         why="the first ones have been used and are gone when the last one overflows",
         fix="use bf16 weights, which need no scaling",
+    )
+
+
+def trained_elsewhere(optimizer: object, names: Sequence[str]) -> ArgumentError:
+    """Gradients that nobody would free."""
+    return ArgumentError(
+        asked=f"release_gradients(model, {_named(optimizer)})",
+        true=f"{names[0]} and {len(names) - 1} more trained parameters of the model are not in this optimizer"
+        if len(names) > 1
+        else f"the trained parameter {names[0]} of the model is not in this optimizer",
+        why="their gradients would stay, and add up from step to step",
+        fix="give one optimizer all of them, in groups; or freeze the others",
     )
 
 

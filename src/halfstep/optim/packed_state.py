@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
+from halfstep.kernels import storage
 from halfstep.kernels.rounding import rounded
 from halfstep.kernels.storage import Master, Moment
 from halfstep.optim import keeping
@@ -197,6 +198,8 @@ class _Plan:
         _check_shape(p, name, values)
         _check_scales(p, name, values, scales)
         _check_values(p, name, values, which)
+        if scales is not None:
+            _check_values(p, name + SCALES, scales, which)
         if values.dtype == own[name].dtype:
             self.writes.append((own[name], values))
             if scales is not None:
@@ -313,6 +316,8 @@ def _check_scales(p: Tensor, name: str, values: Tensor, scales: Tensor | None) -
 
 def _check_values(p: Tensor, name: str, values: Tensor, which: int) -> None:
     """Nothing that these optimizers have written is inf or NaN, and no second moment is negative."""
+    if name.endswith(SCALES) and bool(((values.to(torch.int32) & 0xFFFF) > storage.LARGEST_SCALE).any()):
+        raise bad_state(f"{name} of a parameter of shape {list(p.shape)} has a scale of inf or NaN", "it was damaged")
     if not values.is_floating_point() or not values.numel():
         return
     lowest, highest = (float(value) for value in torch.aminmax(values.detach()))
@@ -348,4 +353,8 @@ def as_torch(optimizer: PackedOptimizer, torch_class: Callable[..., torch.optim.
     ]
     plain = torch_class(groups)
     plain.state.update(states)
+    for group in plain.param_groups:
+        for p in group["params"]:
+            if STEP in plain.state.get(p, {}) and not (group.get("capturable") or group.get("fused")):
+                plain.state[p][STEP] = plain.state[p][STEP].cpu()  # torch reads it on the host, in every step
     return plain

@@ -16,6 +16,7 @@ section 3.1; torch's tutorial on optimizer steps in backward; FlashOptim, arXiv 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal
@@ -23,11 +24,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfstep._compat import HostCopy, is_host, moved
+from halfstep._compat import HostCopy, has_float64, is_host, moved
 from halfstep.errors import SkippedStepWarning, warn
 from halfstep.kernels.inspect import inspect
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.packed import PackedOptimizer
+from halfstep.optim.packed_options import checked_clip_norm
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -98,7 +100,7 @@ class GradientRelease:
         self._handles: dict[Tensor, Any] = {}
         self._flags: dict[torch.device, Tensor] | None = None  # whether the loss is bad; None between backward passes
         self._norms: dict[Tensor, Tensor] = {}
-        self._previous: Tensor | None = None
+        self._previous: Tensor | None = None  # norm of the last step that was one; 0-dim, NaN before the first
         self._has_warned = False
         self._hang_hooks()
         optimizer.is_released = True
@@ -152,7 +154,7 @@ class GradientRelease:
         gradient, p.grad = p.grad, None
         if gradient is None or not gradient.numel():
             return
-        norm = inspect([gradient]).total_norm(p.device)
+        norm = inspect([gradient]).total_norm(p.device)  # in fp64, where the device has it
         if p.device not in self._flags:
             self._flags[p.device] = moved(next(iter(self._flags.values())), p.device)
         flag = torch.maximum(self._flags[p.device], (~norm.isfinite()).to(torch.float32))
@@ -168,23 +170,40 @@ class GradientRelease:
     def _factor(self, norm: Tensor) -> Tensor:
         if self._clip_norm is None:
             return torch.ones_like(norm)
-        by = norm if self._previous is None or self._clip_by == "parameter" else moved(self._previous, norm.device)
+        by = norm
+        if self._previous is not None and self._clip_by == "previous":
+            previous = moved(self._previous, norm.device).to(norm.dtype)
+            by = torch.where(previous.isfinite(), previous, norm)
         return (self._clip_norm / (by + _CLIP_EPS)).clamp(max=1.0)
 
     def _outcome(self, loss: Tensor) -> ReleaseOutcome:
         home = loss.device
-        numbers = torch.stack([loss.float(), *(moved(norm, home).float() for norm in self._norms.values())])
+        dtype = torch.float64 if has_float64(home) else torch.float32
+        numbers = torch.stack([loss.to(dtype), *(moved(norm, home).to(dtype) for norm in self._norms.values())])
         total = torch.linalg.vector_norm(numbers[1:])
-        is_good = total.isfinite() & loss.isfinite()
-        self._previous = total if self._previous is None else torch.where(is_good, total, moved(self._previous, home))
-        if self._previous is total and is_host(home) and not bool(is_good):
-            self._previous = None  # the first step was no step
+        before = torch.full_like(total, math.nan) if self._previous is None else moved(self._previous, home)
+        self._previous = torch.where(total.isfinite() & loss.isfinite(), total, before.to(dtype))
         unknown = "a parameter outside the model"
         outcome = ReleaseOutcome([self._names.get(p, unknown) for p in self._norms], numbers)
         if is_host(home) and not outcome.is_applied and not self._has_warned:
             self._has_warned = True
             warn(f"Released gradients, {outcome}. This is said once.", SkippedStepWarning)
         return outcome
+
+    def state_dict(self) -> dict[str, float]:
+        """The norm that the next step is clipped by; save it beside the optimizer's state. Reads the device."""
+        return {"previous_norm": math.nan if self._previous is None else float(self._previous)}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            StateError: it holds no norm.
+        """
+        norm = state_dict.get("previous_norm") if isinstance(state_dict, Mapping) else None
+        if not isinstance(norm, (int, float)) or norm < 0 or norm == math.inf:
+            raise refusals.bad_state(f"previous_norm is {norm!r}", "it is the norm of a step, or NaN before the first")
+        self._previous = torch.tensor(float(norm), dtype=torch.float64, device="cpu")
 
     def remove(self) -> None:
         """Back to gradients that stay until ``optimizer.step()``."""
@@ -225,11 +244,13 @@ def release_gradients(
 
     A loss that is inf or NaN leaves every bit. A gradient that is inf or NaN although the loss was not leaves its own
     parameter; others may have moved already, and ``outcome.kind`` is ``"partial"``. An error in the middle of the
-    backward pass leaves the weights of the layers that it had reached stepped.
+    backward pass leaves the weights of the layers that it had reached stepped. Hooks on ``optimizer.step`` do not run.
+    With ``clip_by="previous"`` save ``release.state_dict()`` beside the optimizer's.
 
     Raises:
         UnsupportedError: another optimizer, fp16, or a model whose gradients are averaged over ranks.
-        ArgumentError: the optimizer has a ``clip_norm`` of its own, or a value is out of range.
+        ArgumentError: the optimizer has a ``clip_norm`` of its own, or not all of the model's trained parameters; or a
+            value is out of range.
         CallOrderError: its gradients are released already.
 
     Example:
@@ -250,10 +271,13 @@ def release_gradients(
         raise refusals.release_twice(optimizer)
     if optimizer.clip_norm is not None:
         raise refusals.optimizer_clips(optimizer)
-    if clip_norm is not None and not 0 < float(clip_norm) < math.inf:
-        raise refusals.bad_clip_norm(clip_norm)
+    clip_norm = checked_clip_norm(clip_norm)
     if clip_by not in ("parameter", "previous"):
         raise refusals.bad_clip_by(clip_by)
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+    if others:
+        raise refusals.trained_elsewhere(optimizer, others)
     fp16 = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float16]
     if fp16:
         raise refusals.release_of_fp16(fp16[0])

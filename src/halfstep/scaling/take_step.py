@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep._compat import has_foreign_step_hooks
 from halfstep.formats import FP32
+from halfstep.kernels.gradients import gradient_of
 from halfstep.scaling import fused_sgd
 from halfstep.scaling.unscale import divide_
 from halfstep.scaling.widen import TORCH_FUSED, Widened, announces_support, needs_widening
@@ -90,7 +91,7 @@ def take_step(
 def _divided_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> None:
     if divides_in_kernel(optimizer):
         if divisor is not None and has_foreign_step_hooks(optimizer):  # they expect to see true gradients
-            divide_([p.grad for p in parameters_of(optimizer) if p.grad is not None], divisor)
+            divide_(_gradients_of(optimizer), divisor)
             divisor = None
         narrow = None if divisor is None else divisor.clamp(max=FP32.largest).float()
         step_in_kernel(optimizer, narrow, found_inf)
@@ -98,5 +99,10 @@ def _divided_step(optimizer: torch.optim.Optimizer, divisor: Tensor | None, foun
     if found_inf is not None and found_inf.item() != 0:
         return
     if divisor is not None:
-        divide_([p.grad for p in parameters_of(optimizer) if p.grad is not None], divisor)
+        divide_(_gradients_of(optimizer), divisor)
     optimizer.step()
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Sums in fp32 where there are any: what the optimizer will step with."""
+    return [gradient for p in parameters_of(optimizer) if (gradient := gradient_of(p)) is not None]

@@ -33,7 +33,7 @@ from halfstep.training.judge import Judgement, judge
 from halfstep.training.outcome import Outcome
 from halfstep.training.settle import Numbers, Settler, WindowRecord
 from halfstep.training.setup import Optimizers, bare_halves, flat, half_weights_text
-from halfstep.training.stalls import StallMeter, rounds_by_chance
+from halfstep.training.stalls import StallMeter, storages_of
 
 _lost: dict[int, Window] = {}  # of engines whose window is open: to be mentioned when the program ends
 
@@ -202,8 +202,8 @@ class Engine:
         missed = self.guard.finish(found_inf)
         next_scale = self._update_scale(found, judgement)
         self.settler.order.finish()
-        by_chance = rounds_by_chance(self.optimizers)
-        record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed, by_chance)
+        storages = storages_of(self.optimizers)
+        record = WindowRecord(window.num_micro_batches, self._parameters, self._group_ends, found, missed, storages)
         home = found_inf.device if isinstance(found_inf, Tensor) else torch.device("cpu")
         stalls = self.meter.counts(self.optimizers, home)
         numbers = (
@@ -214,7 +214,7 @@ class Engine:
             known = Numbers(*map(float, numbers))
             return lambda: self.settler.known(record, known)
         dtype = torch.float64 if has_float64(found_inf.device) else torch.float32
-        parts = [torch.as_tensor(n, dtype=dtype, device=found_inf.device) for n in numbers]
+        parts = [_on_device(n, dtype, found_inf.device) for n in numbers]
         norms = [moved(row, found_inf.device).to(dtype) for row in (found.norms or {}).values()]
         sent = HostCopy(torch.cat([torch.stack(parts), *norms]))
         return lambda: self.settler.sent(record, sent)
@@ -343,6 +343,12 @@ def open_window_text(window: Window) -> str:
 
 
 atexit.register(mention_lost_windows)
+
+
+def _on_device(number: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device=device, dtype=dtype)
+    return torch.full((), number, dtype=dtype, device=device)  # a kernel; as_tensor would wait for a copy
 
 
 class _Watch:

@@ -58,7 +58,7 @@ class WindowRecord:
     group_ends: list[int]
     found: Inspection | None
     missed_buffers: list[str] = field(default_factory=list)
-    rounds_by_chance: bool = False
+    storages: set[str] = field(default_factory=set)
 
     def culprit(self, order: ParameterOrder, norms: list[float] | None) -> Culprit | None:
         """Who was at fault; the norms of the gradients, if they have arrived, tell without another read."""
@@ -138,9 +138,9 @@ class Settler:
 
     def _tell(self, facts: Facts, record: WindowRecord) -> None:
         if facts.kind == "applied":
-            if facts.stalled > THRESHOLD and not (record.rounds_by_chance or self.has_warned_of_stall):
+            if facts.stalled > THRESHOLD and not self.has_warned_of_stall:
                 self.has_warned_of_stall = True
-                warn_of_stall(facts.step, facts.stalled)
+                warn_of_stall(facts.step, facts.stalled, record.storages)
             for scheduler in self.schedulers:
                 scheduler.step()
             return

@@ -52,17 +52,27 @@ class StallMeter:
         return updated, stalled
 
 
-def rounds_by_chance(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """Whether an update that stalls is made up for by others that do not."""
-    packed = [one for one in optimizers if isinstance(one, PackedOptimizer)]
-    return any(group["master"] == "stochastic" for one in packed for group in one.param_groups)
+def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
+    """How the weights are kept: names of storages, ``"none"`` for another's optimizer."""
+    kept = set[str]()
+    for one in optimizers:
+        packed = isinstance(one, PackedOptimizer)
+        kept |= {group["master"] for group in one.param_groups} if packed else {"none"}
+    return kept
 
 
-def warn_of_stall(step: int, share: float) -> None:
-    """Say that most of a step was lost, and what keeps it."""
+def warn_of_stall(step: int, share: float, storages: set[str]) -> None:
+    """Say that much of a step was lost, and what keeps it. By chance nothing is: others make up for it."""
+    if storages <= {"stochastic"}:
+        return
+    remedy = "Keep one byte more: master='split'."
+    if "none" in storages:
+        remedy = (
+            "Keep what 16 bits cannot hold: an optimizer of halfstep.optim with master='split8' (1 byte per weight), or"
+            " 'stochastic' (none); or halfstep.MasterWeights."
+        )
     warn(
-        f"Step {step}: {share:.0%} of the updates rounded to nothing, because they are below half a unit in the last"
-        " place of their 16-bit weights. Keep what 16 bits cannot hold: an optimizer of halfstep.optim with"
-        " master='split8' (1 byte per weight), or 'stochastic' (none); or halfstep.MasterWeights. This is said once.",
+        f"Step {step}: {share:.0%} of the updates rounded to nothing: they are below half a unit in the last place of"
+        f" what is kept of their weights. {remedy} This is said once.",
         PrecisionWarning,
     )

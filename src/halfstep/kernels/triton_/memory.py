@@ -42,7 +42,7 @@ _FP16_LARGEST, _BF16_LARGEST = tl.constexpr(FP16.largest), tl.constexpr(BF16.lar
 _BF16_LIMIT = tl.constexpr(_float(BF16_BOUND - 1))  # the largest number that rounds to a finite bf16
 _SPLIT8_LIMIT = tl.constexpr(_float(BF16_BOUND - 0x81))  # and the one whose upper 24 bits do
 _NAN = tl.constexpr(storage._NAN)
-_LARGEST_SCALE, _STILL = tl.constexpr(storage._LARGEST_SCALE), tl.constexpr(storage._STILL)
+LARGEST_SCALE, _STILL = tl.constexpr(storage.LARGEST_SCALE), tl.constexpr(storage._STILL)
 # Numbers below 2**22 plus this have their integer part, rounded to nearest, ties to even, in the lowest bits.
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(1.5 * 2.0**23), tl.constexpr(0x4B400000)
 # The quotient code / 255 repeats the code's 8 bits for ever. Twice them, exactly, and what is left, rounded once, make
@@ -271,7 +271,7 @@ def decoded(codes: "V", scales: "V", IS_SECOND: tl.constexpr) -> "V":
 def _scales(values: "V") -> "V":
     """``storage.encode_scale`` of each group's largest magnitude, rounded up."""
     magnitude = (bits_of(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-    return tl.minimum((tl.max(magnitude, axis=1) + 0x7FFF) >> 15, _LARGEST_SCALE)
+    return tl.minimum((tl.max(magnitude, axis=1) + 0x7FFF) >> 15, LARGEST_SCALE)
 
 
 @triton.jit
