@@ -156,3 +156,30 @@ def test_between_windows_gradients_are_the_users_own():
     optimizer.zero_grad()
     assert getattr(p, "fp32_grad", None) is None
     stepper.discard()
+
+
+@pytest.mark.parametrize("policy", ["fp16-master", "bf16-master"])
+@pytest.mark.parametrize("kind", ["packed", "masters"])
+def test_a_hook_on_the_optimizer_changes_no_step(policy, kind):
+    """Hooks look at gradients, so these are divided before: the sums in fp32 too."""
+
+    def weights(has_hook):
+        torch.manual_seed(0)
+        dtype = torch.float16 if policy == "fp16-master" else torch.bfloat16
+        model = torch.nn.Linear(8, 2).to(dtype)
+        if kind == "packed":
+            optimizer = halfstep.optim.SGD(model.parameters(), lr=0.01)
+        else:
+            optimizer = halfstep.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.01))
+        if has_hook:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        stepper = halfstep.Stepper(model, optimizer, policy=policy, accumulate=2)
+        for _ in range(8):
+            with stepper.forward():
+                loss = model(torch.randn(4, 8).to(dtype)).float().square().mean()
+            stepper.backward(loss)
+            stepper.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for with_hook, without in zip(weights(True), weights(False), strict=True):
+        torch.testing.assert_close(with_hook, without, rtol=2e-3, atol=1e-4)

@@ -130,7 +130,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if bare and not self._says_none:
             warn(packed_refusals.bare_text(self, len(bare)), PrecisionWarning)
         numbers = {p: number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for group, p in new:
                 self._new_member(group, p, numbers[p], dtype)
         self._executors.clear()

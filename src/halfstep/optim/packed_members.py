@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._compat import is_dense
 from halfstep.kernels.slots import Slot
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.keeping import Keeping
 from halfstep.optim.packed_options import DTYPES
+
+Place = tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class Member:
         keeping: its storages.
         order: of its memory, see :func:`keeping.memory_order`.
         slot: the parameter as executors see it.
-        place: where it was when the slot was made.
+        places: where it and its state were when the slot was made.
     """
 
     parameter: Tensor
@@ -34,14 +37,13 @@ class Member:
     keeping: Keeping
     order: tuple[int, ...] | None
     slot: Slot
-    place: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
+    places: tuple[Place, ...]
 
     def is_present(self, state: Mapping[str, Tensor]) -> bool:
         """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
-        if self.place != place_of(self.parameter) or len(state) < len(self.tensors):
+        if len(state) < len(self.places) - 1:
             return False
-        return [*map(id, self.tensors)] == [*map(id, state.values())][: len(self.tensors)]
+        return self.places == tuple(map(place_of, (self.parameter, *[*state.values()][: len(self.places) - 1])))
 
 
 class Row(NamedTuple):
@@ -64,12 +66,20 @@ def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keepin
     """A member whose slot is where its tensors are."""
     order = keeping.memory_order(p)
     slot = keeping.slot_of(p, state, kept, order)
-    return Member(p, number, kept, order, slot, place_of(p), tuple(state.values()))
+    return Member(p, number, kept, order, slot, tuple(map(place_of, (p, *state.values()))))
 
 
-def place_of(p: Tensor) -> tuple[Any, ...]:
-    """Where a parameter's memory is, and how it is laid out."""
-    return int(p.untyped_storage()._cdata), int(p.storage_offset()), p.dtype, p.shape, p.stride()
+def place_of(tensor: Tensor) -> Place:
+    """Where a tensor's memory is, how much there is, and how it is laid out."""
+    storage = tensor.untyped_storage()
+    where = int(storage._cdata), int(storage.nbytes()), int(tensor.storage_offset())
+    return (*where, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a dense tensor is there: nobody has freed or cut its storage."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() >= end)
 
 
 def checked_gradient(optimizer: object, group: Mapping[str, Any], member: Member, gradient: Tensor) -> Tensor:
@@ -81,5 +91,7 @@ def checked_gradient(optimizer: object, group: Mapping[str, Any], member: Member
         raise refusals.bad_gradient(optimizer, p, gradient)
     if gradient.shape != p.shape or gradient.device != p.device:
         raise refusals.gradient_of_another(p, gradient)
-    plain = gradient.detach() if gradient.requires_grad else gradient
+    if not has_memory(gradient) and is_dense(gradient):
+        raise refusals.freed("the gradient", p)
+    plain = gradient.detach().resolve_neg() if gradient.requires_grad or gradient.is_neg() else gradient
     return keeping.ordered(plain, member.order).contiguous()

@@ -79,7 +79,7 @@ def check_parameter(p: Tensor, cast_dtype: torch.dtype | None) -> None:
         raise refusals.another_16_bit_dtype(cast_dtype, p)
     if cast_dtype is not None and p.dtype == torch.float32 and p.grad is not None:
         raise refusals.gradients_present(cast_dtype)
-    if not is_dense(p):
+    if not is_dense(p) or p.is_neg():
         raise refusals.not_dense(p)
 
 

@@ -213,6 +213,16 @@ def late_dampening(optimizer: object) -> UnsupportedError:
     )
 
 
+def freed(what: str, p: Tensor) -> CallOrderError:
+    """A storage that was resized."""
+    return CallOrderError(
+        asked=f"a step of a parameter of shape {list(p.shape)}",
+        true=f"the memory of {what} was freed, or cut",
+        why="there are no numbers to read, and none could be written",
+        fix="leave storages as they are until the step is taken; offload by assigning new tensors, not by resize_()",
+    )
+
+
 def bad_gradient(optimizer: object, p: Tensor, gradient: Tensor) -> UnsupportedError:
     """A sparse gradient, or one of another dtype."""
     if gradient.layout != torch.strided:
@@ -337,6 +347,26 @@ def trained_elsewhere(optimizer: object, names: Sequence[str]) -> ArgumentError:
         else f"the trained parameter {names[0]} of the model is not in this optimizer",
         why="their gradients would stay, and add up from step to step",
         fix="give one optimizer all of them, in groups; or freeze the others",
+    )
+
+
+def release_removed() -> CallOrderError:
+    """Its hooks are gone."""
+    return CallOrderError(
+        asked="release.backward(loss) after release.remove()",
+        true="its hooks were taken off the parameters",
+        why="no parameter would be stepped",
+        fix="call release_gradients(model, optimizer) again",
+    )
+
+
+def release_copied() -> UnsupportedError:
+    """A copy has no hooks."""
+    return UnsupportedError(
+        asked="a copy of what release_gradients() returned",
+        true="its hooks hang on the parameters of the model that it was made for",
+        why="the copy would step nothing",
+        fix="copy model and optimizer, and call release_gradients() for the copies",
     )
 
 

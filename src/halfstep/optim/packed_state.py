@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from halfstep._compat import is_dense
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels import storage
@@ -25,6 +26,7 @@ from halfstep.kernels.storage import Master, Moment
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.keeping import MASTER, REST, SCALES, STEP
+from halfstep.optim.packed_members import has_memory
 from halfstep.optim.packed_refusals import bad_state
 
 if TYPE_CHECKING:
@@ -63,13 +65,17 @@ def _weight_sum(p: Tensor) -> Tensor:
 
 def check_state(p: Tensor, member: Member, state: Mapping[str, Any]) -> None:
     """Refuse a parameter or a state that was exchanged for one that does not fit."""
-    *_, dtype, shape, strides = member.place
+    *_, dtype, shape, strides = member.places[0]
     device = member.slot.weight.device
     if (dtype, shape, strides, device) != (p.dtype, p.shape, p.stride(), p.device):
         was = f"{dtype}, {list(shape)} with strides {list(strides)} on {device}"
         raise refusals.changed(p, was, f"{p.dtype}, {list(p.shape)} with strides {list(p.stride())} on {p.device}")
+    if not has_memory(p):
+        raise refusals.freed("the weight", p)
     for name, before in keeping.new_state(torch.empty_like(p, device="meta"), member.keeping).items():
         value = state.get(name)
+        if isinstance(value, Tensor) and _layout(value) == _layout(before) and not has_memory(value):
+            raise refusals.freed(name, p)
         if not isinstance(value, Tensor) or _layout(value) != _layout(before) or value.device != p.device:
             raise refusals.bad_value(p, name, value)
 
@@ -101,6 +107,9 @@ def load(optimizer: PackedOptimizer, state_dict: Mapping[str, Any], *, lossy: bo
     for own, saved in zip(optimizer.param_groups, options, strict=True):
         saved.update(optimizer.fixed_options)
         optimizer.check_options({**own, **saved})
+    # A state that was saved from here, in another order, shares memory with what is written.
+    written = {target.untyped_storage()._cdata for target, _ in plan.writes}
+    plan.writes = [(to, v.clone() if v.untyped_storage()._cdata in written else v) for to, v in plan.writes]
     # Nothing can fail from here on.
     for target, value in plan.writes:
         if not target.is_set_to(value):
@@ -135,6 +144,8 @@ def _matched(
             "build the optimizer with the same groups, then load; groups that were added later have to be added first",
         )
     keys = [key for group in saved for key in group["params"]]
+    if len(set(keys)) < len(keys):
+        raise bad_state("a parameter is listed twice in its groups", "states belong to parameters by their place")
     return list(saved), dict(zip(keys, (p for group in own for p in group["params"]), strict=True))
 
 
@@ -286,6 +297,8 @@ def _check_tensor(p: Tensor, name: str, value: Any) -> None:
             f"{name} of a parameter of shape {list(p.shape)} is {type(value).__name__}",
             "it is a dense tensor, with values",
         )
+    if is_dense(value) and not has_memory(value):
+        raise bad_state(f"the memory of {name} of a parameter of shape {list(p.shape)} was freed", "it has no values")
     is_right = {WEIGHT_SUM: value.dtype == torch.int64, WEIGHT_DTYPE: value.dtype in HALF_DTYPES}.get(name)
     if is_right is not None and (value.numel() != 1 or not is_right):
         raise bad_state(f"{name} is {value.dtype} of shape {list(value.shape)}", "it says which weight it belongs to")
@@ -343,9 +356,9 @@ def as_torch(optimizer: PackedOptimizer, torch_class: Callable[..., torch.optim.
             name: keeping.moment_value(state[name], state.get(name + SCALES), which)
             for which, name in enumerate(member.keeping.names)
         }
-        if float(state[STEP]) > 0:
-            step = {} if torch_class is torch.optim.SGD else {STEP: state[STEP].clone()}
-            states[p] = {**step, **moments}
+        kept = moments if torch_class is torch.optim.SGD else {STEP: state[STEP].clone(), **moments}
+        if float(state[STEP]) > 0 and kept:  # torch makes a state with the first step
+            states[p] = kept
     own = ("params", *_OWN_OPTIONS, "seed")
     groups = [
         {"params": group["params"], **{name: value for name, value in group.items() if name not in own}}

@@ -101,7 +101,7 @@ class GradientRelease:
         self._flags: dict[torch.device, Tensor] | None = None  # whether the loss is bad; None between backward passes
         self._norms: dict[Tensor, Tensor] = {}
         self._previous: Tensor | None = None  # norm of the last step that was one; 0-dim, NaN before the first
-        self._has_warned = False
+        self._has_warned = self._is_removed = False
         self._hang_hooks()
         optimizer.is_released = True
 
@@ -127,6 +127,8 @@ class GradientRelease:
             ArgumentError: it is no loss.
             CallOrderError: gradients are there that nobody has used.
         """
+        if self._is_removed:
+            raise refusals.release_removed()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point() or not loss.requires_grad:
             raise refusals.bad_loss(loss)
         if any(p.grad is not None for p in self._groups):
@@ -210,7 +212,11 @@ class GradientRelease:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._optimizer.is_released = False
+        if not self._is_removed:
+            self._is_removed, self._optimizer.is_released = True, False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise refusals.release_copied()
 
     def __enter__(self) -> GradientRelease:
         return self

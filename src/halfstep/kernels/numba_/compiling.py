@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -39,6 +40,17 @@ def _base_folder() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "halfstep"
 
 
+@functools.cache
+def _drop_damaged(folder: Path) -> None:
+    """Delete files that a crash or a full disk has cut: numba would fail on them in every process."""
+    for path in folder.rglob("*.nb[ci]"):
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            is_whole = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) == pickle.STOP
+        if not is_whole:
+            path.unlink(missing_ok=True)
+
+
 _lock = threading.Lock()  # numba's setting is one for the process
 
 
@@ -62,6 +74,7 @@ def compiled(decorator: Callable[..., Any], *arguments: Any) -> Callable[[Callab
             folder = cache_folder()
             # Asked first: numba would turn to the folder of the source, where it finds code compiled from older files.
             folder.mkdir(parents=True, exist_ok=True)
+            _drop_damaged(folder)
             tempfile.TemporaryFile(dir=folder).close()
             with _kept_in(folder):
                 return decorator(*arguments, cache=True, **OPTIONS)(function)
