@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import itertools
 import math
 from importlib.util import find_spec
@@ -125,6 +126,19 @@ def test_the_comparison_can_fail():
         optimizer.step()
         reference.step()
     assert max(map(units, ours, theirs)) > 8
+
+
+@pytest.mark.parametrize("cls", [AdamW, Adam, SGD])
+def test_the_constructor_is_torchs(cls):
+    """The same names, in the same order as far as they may be positional."""
+    ours, theirs = (inspect.signature(one).parameters for one in (cls, torch_of(cls)))
+    assert list(theirs) == [name for name in ours if name in theirs]
+    assert [p.kind for p in theirs.values()] == [ours[name].kind for name in theirs]
+    assert [p.default for p in theirs.values()] == [ours[name].default for name in theirs]
+    assert {ours[name].kind for name in ours.keys() - theirs.keys()} <= {
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    }
 
 
 def test_the_defaults_are_torchs():
@@ -454,6 +468,13 @@ def test_seeds_choose_the_random_bits_and_nothing_else():
         optimizer.step()
     assert same_bits(weights[0][0], weights[1][0])
     assert not same_bits(weights[0][0], weights[2][0])
+    twins = [nn.Parameter(torch.ones(30, 40, dtype=BF16)) for _ in range(2)]
+    optimizer = AdamW(twins, lr=1e-4, master="stochastic")
+    for _ in range(3):
+        for w in twins:
+            w.grad = torch.ones_like(w)
+        optimizer.step()
+    assert not same_bits(*twins), "each tensor has bits of its own"
     exact = [make_weights((30, 40), dtype=BF16) for _ in range(2)]
     for seed, run in enumerate(exact):
         optimizer = AdamW(run, lr=1e-4, seed=seed)

@@ -120,26 +120,26 @@ TRAIN = textwrap.dedent("""
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                     "schedule": schedule.state_dict()}, save + ".pt")
 
-    start, stop, runs, load, save = sys.argv[1:]
+    runs, *parts = sys.argv[1:]
     for name, text in eval(runs).items():
         for way in ("torch", "dcp"):
-            end = f"-{name}-{way}"
-            train(text, int(start), int(stop), load and load + end, save + end, way)
+            for part in parts:
+                start, stop, load, save = part.split(",")
+                end = f"-{name}-{way}"
+                train(text, int(start), int(stop), load and load + end, save + end, way)
 """)
 
 
-def train(start, stop, load, save):
-    arguments = [str(start), str(stop), repr(RUNS), str(load), str(save)]
-    # DCP warns that there is no process group, and torch about its own storages.
-    subprocess.run([sys.executable, "-W", "ignore", "-c", TRAIN, *arguments], check=True, capture_output=True)
+def train(*parts):
+    """Each part is ``start,stop,load,save``. DCP warns that there is no process group, torch about its own storages."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TRAIN, repr(RUNS), *parts], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    train(0, 40, "", folder / "whole")
-    train(0, 20, "", folder / "half")
-    train(20, 40, folder / "half", folder / "resumed")
+    train(f"0,40,,{folder}/whole", f"0,20,,{folder}/half")
+    train(f"20,40,{folder}/half,{folder}/resumed")
     return folder
 
 

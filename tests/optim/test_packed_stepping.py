@@ -1,5 +1,6 @@
 """Packed optimizers under everything that steps them: bare, GradScalers, a Stepper, two ranks, and a device's path."""
 
+import copy
 import itertools
 import subprocess
 import sys
@@ -277,6 +278,38 @@ def test_an_overflow_is_retried_with_a_lower_scale():
     assert outcome.is_applied
     assert stepper.scale.get() < 2.0**24
     assert {float(s["step"]) for s in optimizer.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stepper_resumes_bit_for_bit(policy):
+    """12 windows = 6, save, load into new objects, 6; a skip and an open scale in both halves."""
+
+    def build():
+        model = make_model()
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy=policy)
+        scale = halfstep.DynamicScale(2.0**10, growth_interval=3) if policy.startswith("fp16") else None
+        options = {"accumulate": 2, "clip_norm": 0.5, "scale": scale, "on_overflow": "ignore", "on_repeat": "ignore"}
+        return model, optimizer, halfstep.Stepper(model, optimizer, policy=policy, **options)
+
+    def run(model, stepper, windows):
+        for window in windows:
+            for number in range(2):
+                with stepper.forward():
+                    loss = loss_of(model, 2 * window + number, INF if window in (2, 8) else 1.0)
+                stepper.backward(loss)
+                stepper.step()
+
+    model, optimizer, stepper = build()
+    run(model, stepper, range(6))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), stepper.state_dict()))
+    run(model, stepper, range(6, 12))
+    other_model, other, other_stepper = build()
+    for part, state in zip((other_model, other, other_stepper), saved, strict=True):
+        part.load_state_dict(state)
+    run(other_model, other_stepper, range(6, 12))
+    assert is_as(snapshot(model, optimizer), snapshot(other_model, other))
+    assert stepper.scale.get() == other_stepper.scale.get()
+    assert stepper.skipped_steps == other_stepper.skipped_steps == 2
 
 
 # -- invariant 10: a device is not read -------------------------------------------------------------------------------

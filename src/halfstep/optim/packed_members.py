@@ -69,8 +69,10 @@ def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keepin
     return Member(p, number, kept, order, slot, tuple(map(place_of, (p, *state.values()))))
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Where a tensor's memory is, how much there is, and how it is laid out."""
+def place_of(tensor: Any) -> Place:
+    """Where a tensor's memory is, how much there is, and how it is laid out; of anything else, which object it is."""
+    if not isinstance(tensor, Tensor):
+        return (id(tensor),)
     storage = tensor.untyped_storage()
     where = int(storage._cdata), int(storage.nbytes()), int(tensor.storage_offset())
     return (*where, tensor.dtype, tensor.shape, tensor.stride())

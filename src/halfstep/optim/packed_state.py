@@ -194,7 +194,7 @@ class _Plan:
         is_one = isinstance(number, (int, float)) or (isinstance(number, Tensor) and number.numel() == 1)
         if not is_one or not 0 <= float(number) < math.inf:
             raise bad_state(f"a step counter is {number!r}", "it counts steps")
-        step = torch.as_tensor(number, dtype=torch.float32)
+        step = torch.as_tensor(number, dtype=torch.float32, device="cpu")
         self.writes.append((own[STEP], step.reshape(())))
 
     def _add_moment(
