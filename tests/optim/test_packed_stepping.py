@@ -108,7 +108,7 @@ WAYS = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_skipped_step_leaves_every_bit(name, way):
     """Weights, rests, moments, scales and step counters, in every storage and executor."""
-    for number, ((dtype, master), moments) in enumerate(STORAGES):
+    for number, ((dtype, master), moments) in enumerate(STORAGES if way == "bare" else SOME):
         executor = executors()[number % 2]  # which are equal in every bit
         model = make_model(dtype)
         optimizer = RULES[name](model.parameters(), master=master, moments=moments, executor=executor)

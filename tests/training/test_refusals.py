@@ -20,6 +20,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import ArgumentError, CallOrderError, HalfstepError, StateError, UnsupportedError
+from halfstep.optim import AdamW, release_gradients
 from halfstep.training import refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore::halfstep.errors.PrecisionWarning")
@@ -152,6 +153,9 @@ SAYS = {
     "no_parameters": (ArgumentError, "there is nothing to step", "make it from the model's parameters()"),
     "step_while_swapped": (CallOrderError, "the averages would be trained", "leave the swapped() block first"),
     "retries_with_closure_optimizer": (UnsupportedError, "that could be run again", "leave retries out"),
+    "other_moments": (ArgumentError, "another one than the policy says", "use an optimizer of halfstep.optim"),
+    "released": (CallOrderError, "looks at all of them", "use one or the other"),
+    "clips_by_itself": (ArgumentError, "read all of them once more", "pass clip_norm to the Stepper"),
     "no_masters": (ArgumentError, "updates smaller than half a unit", "halfstep.MasterWeights(optimizer)"),
     "listed_twice": (ArgumentError, "counted twice in the norm", "from model.parameters()"),
     "retries_on_several_ranks": (UnsupportedError, "paired wrongly", "leave retries out"),
@@ -376,6 +380,21 @@ def policies():
     )
     bare, true = build(policy="bf16-master", **half_model()), "it wants fp32 masters, and this optimizer keeps none"
     yield "no_masters", "inside", bare, "Stepper under the policy bf16-master with SGD", true
+    half = half_model()["model"]
+    packed = {"model": half, "optimizer": AdamW(half.parameters())}
+    moments, true = (
+        build(policy="bf16-master,moments=int8", **packed),
+        "it wants int8 moments, and this optimizer keeps",
+    )
+    yield "other_moments", "inside", moments, "Stepper under the policy bf16-master,moments=int8 with AdamW", true
+    half = half_model()["model"]
+    clips = build(policy="bf16-master", model=half, optimizer=AdamW(half.parameters(), clip_norm=1.0))
+    yield "clips_by_itself", "inside", clips, "Stepper around AdamW(clip_norm=...)", "knows their norm"
+    half = half_model()["model"]
+    released = AdamW(half.parameters())
+    release_gradients(half, released)
+    again = build(policy="bf16-master", model=half, optimizer=released)
+    yield "released", "inside", again, "whose gradients are released", "as soon as it exists"
     linear, half = nn.Linear(1, 1), half_model()["model"]
     optimizer, other = LBFGS([linear.weight]), SGD([linear.bias], 0.1)
     for option, options, also in [

@@ -138,6 +138,8 @@ def _missing_numba() -> str | None:
 def _missing_triton(device_type: str) -> str | None:
     if device_type != "cuda" or torch.version.hip is not None:
         return f"compiled loops run on the CPU and on CUDA, and these parameters are on {device_type}"
+    if not torch.cuda.is_available():
+        return "triton needs a CUDA device, and torch sees none here"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it comes with torch for CUDA on Linux)"
     if torch.cuda.get_device_capability() < (8, 0):

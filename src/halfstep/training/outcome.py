@@ -137,7 +137,10 @@ class Outcome:
         return {name: value for name, value in metrics.items() if name != "grad_norm" or facts.kind != "no_gradients"}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outcome) and self.facts == other.facts
+        if not isinstance(other, Outcome):
+            return False
+        pairs = zip(self.facts, other.facts, strict=True)
+        return all(a == b or (a != a and b != b) for a, b in pairs)  # NaN is what was not counted
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -26,7 +26,7 @@ from numba import types, uint32
 from halfstep.kernels import rules
 from halfstep.kernels.numba_ import groups
 from halfstep.kernels.numba_ import memory as m
-from halfstep.kernels.numba_.bits import F32, INFINITY, clamp, load, pointer, store
+from halfstep.kernels.numba_.bits import F32, INFINITY, load, pointer, store
 from halfstep.kernels.numba_.compiling import compiled
 from halfstep.kernels.numba_.memory import (
     BEFORE,
@@ -84,7 +84,9 @@ def _sign(x: V) -> V:
 
 @_jit
 def _gradient(dtype: V, address: V, at: V, i: V, part: V, multiplier: V) -> V:
-    return clamp(m.gradient_at(dtype, address, at, i, part) * multiplier, _CAP)
+    value = m.gradient_at(dtype, address, at, i, part) * multiplier
+    value = _CAP if value > _CAP else value  # in this way NaN stays
+    return -_CAP if value < -_CAP else value
 
 
 @_jit
