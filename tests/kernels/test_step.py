@@ -167,7 +167,7 @@ def test_nothing_non_finite_is_written(rule, step):
     """Invariant 2: the largest finite gradients, weights and learning rates."""
     for (dtype, master), moment in itertools.product(MASTERS, MOMENTS):
         slot = new_slot((5, 70), dtype, master, rule, moment)
-        gradient = torch.full((5, 70), 3e38)
+        gradient = torch.full((5, 70), min(3e38, torch.finfo(dtype).max), dtype=dtype)
         gradient[::2] *= -1
         counts = 0
         for number in range(1, 13):
