@@ -227,7 +227,8 @@ def test_the_number_of_threads_is_given_back(study):
 
 def test_two_processes_find_what_one_finds():
     one, two = (compare(choose(["linear"], ["fp16-static-8"], num_jobs=jobs, device="cpu")) for jobs in (1, 2))
-    assert [row.as_plain() for row in one.rows] == [row.as_plain() for row in two.rows]
+    found = [[{**row.as_plain(), "step_time_ratio": None} for row in study.rows] for study in (one, two)]
+    assert found[0] == found[1]
 
 
 def test_native_regimes_take_turns_and_emulated_ones_are_left_out(monkeypatch):

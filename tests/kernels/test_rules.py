@@ -14,6 +14,8 @@ both = pytest.mark.parametrize("step", STEPS, ids=["numba", "torch"])
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW, other betas": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4}),
+    "AdamW, no first moment": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.0, 0.95), "eps": 1e-4}),
+    "AdamW, a short one": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.3, 0.95), "eps": 1e-4}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
     "SGD, momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),

@@ -242,3 +242,32 @@ def test_the_meter_counts_updates_that_round_to_nothing():
             assert 0.2 < share < 0.95
         elif master in (Master.FP32, Master.SPLIT) or dtype == FP32:
             assert share < (0.05 if rule is rules.SGD else 1e-3)
+
+
+@pytest.mark.parametrize("step", [executor.step, torch_step.step], ids=["numba", "torch"])
+def test_a_step_is_counted_once_for_every_tensor_and_a_skipped_one_never(step):
+    slots = [new_slot(shape, BF16, Master.SPLIT, rules.ADAM, Moment.BF16) for shape in [*SHAPES, (0, 4), (3,)]]
+    for slot in slots:
+        slot.step = torch.tensor(4.0)
+    run(step, rules.ADAM, slots, num_steps=2)
+    run(step, rules.ADAM, slots, num_steps=1, found_inf=torch.tensor(1.0))
+    assert [slot.step.item() for slot in slots] == [6.0] * len(slots)
+
+
+def test_what_was_prepared_serves_the_next_step_and_nothing_else():
+    """Gradients lie elsewhere each time, and may come in another dtype."""
+    ours = [new_slot((40, 70), BF16, Master.SPLIT, rules.ADAM, Moment.INT8) for _ in range(3)]
+    wanted, prepared = [copy_of(slot) for slot in ours], {}
+    plans = []
+    for number, dtype in enumerate([BF16, BF16, FP32, BF16], 1):
+        gradients = [torch.randn(40, 70).to(dtype) for _ in ours]
+        numbers = rules.adam_numbers(GROUPS["adam"], number)
+        turn = turn_of(rules.ADAM, ours, gradients, numbers, keys=[number, 7, 8])
+        turn.prepared = prepared
+        executor.step(turn)
+        plans.append(prepared["numba"])
+        torch_step.step(turn_of(rules.ADAM, wanted, gradients, numbers, keys=[number, 7, 8]))
+    for our, right in zip(ours, wanted, strict=True):
+        assert_same_bits(our, right)
+    assert plans[0] is plans[1]
+    assert plans[2] is not plans[1]

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from halfstep.kernels.triton_ import executor, kernel, memory
+from halfstep.kernels.triton_ import executor, kernel
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETS else "cpu"
@@ -173,7 +173,7 @@ def _large_blocks(monkeypatch):
         yield
 
 
-NO_CHANGE = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)  # numbers of Adam that keep all as it is
+NO_CHANGE = (0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)  # numbers of Adam that keep all as it is
 TAKE_MOMENTUM = (0.0, 1.0, 0.0, 0.0, 1.0, -1.0)  # of SGD: what is added to the weight is the momentum,
 TAKE_GRADIENT = (0.0, 0.0, 1.0, 1.0, 0.0, -1.0)  # or the gradient, which becomes the momentum
 
@@ -240,16 +240,17 @@ def test_every_code_of_a_moment_and_every_scale():
         moment.scales.copy_((torch.arange(2**11).view(-1, 1) * 32 % 0xFF00).to(torch.int16))
     gradients = [torch.zeros(2**11, 32)]
     agree(rules.ADAM, [slot], gradients, NO_CHANGE)
-    agree(rules.ADAM, [slot], gradients, (0.0, 1.0, 0.1, 0.999, 0.001, 0.0, 1.0, 1.0))
+    agree(rules.ADAM, [slot], gradients, (0.0, 1.0, 0.9, 0.1, 0.999, 0.001, 0.0, 1.0, 1.0))
 
 
 @runs
-@pytest.mark.parametrize(("chance", "sign"), [(0xFFFF, -1), (0, 1)])
+@pytest.mark.parametrize(("chance", "sign"), [(0xFFFF, 1), (0, -1)])
 def test_a_code_that_comes_back_by_a_rounding_less_or_more_stays(chance, sign):
     """Only the rarest chance would show it."""
-    codes, scale = torch.arange(256).to(torch.uint8).view(8, 32), torch.full((8,), 0x7F80).to(torch.int16)
+    unit = 0x7F80 if sign > 0 else 0x7F85  # there are units whose codes come back as more, and such as less
+    codes, scale = torch.arange(256).to(torch.uint8).view(8, 32), torch.full((8,), unit).to(torch.int16)
     root = storage.decode_second(codes, scale).sqrt()
-    off = storage._shares(root, scale) * 255 - codes
+    off = root * (torch.full((8,), 255.0) / storage.decode_scale(scale)).view(-1, 1) - codes
     codes = codes[off.sign() == sign][:4]
     bits = storage.random_bits(9, 0, 2**20, torch.device("cpu")) >> 16
     slots = []
@@ -257,7 +258,7 @@ def test_a_code_that_comes_back_by_a_rounding_less_or_more_stays(chance, sign):
         slots.append(new_slot((1, 2), FP32, Master.NONE, Moment.INT8))
         slots[-1].index = int(index)
         slots[-1].moments[1].values.view(torch.uint8).copy_(torch.tensor([[code, 255]]))
-        slots[-1].moments[1].scales.fill_(0x7F80)
+        slots[-1].moments[1].scales.fill_(unit)
     agree(rules.ADAM, slots, [torch.zeros(1, 2) for _ in slots], NO_CHANGE, keys=[9] * len(slots))
     assert [int(slot.moments[1].values.view(torch.uint8)[0, 0]) for slot in slots] == codes.tolist()
     assert len(slots) == 4
@@ -378,9 +379,9 @@ def test_the_meter_counts_updates_that_round_to_nothing(rule):
 @runs
 def test_what_is_written_says_so_to_autograd():
     slot = moved(new_slot((2, 32), BF16, Master.SPLIT, Moment.INT8), DEVICE)
-    versions = [tensor._version for tensor in tensors(slot)]
+    version = slot.weight._version
     executor.step(turn_of(rules.ADAM, [slot], [torch.ones(2, 32)], rules.adam_numbers(GROUPS["adam"], 1)))
-    assert all(tensor._version > old for tensor, old in zip(tensors(slot), versions, strict=True))
+    assert slot.weight._version > version
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
@@ -394,13 +395,6 @@ def test_a_step_waits_for_nothing():
         executor.step(turn)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@compiles
-def test_a_code_divided_by_255_without_a_division():
-    code = torch.arange(256).float()
-    most, rest = (torch.tensor(part.value) for part in (memory._255TH, memory._255TH_REST))
-    assert torch.equal(code * most + code * rest, code / torch.tensor(255.0))
 
 
 @compiles
@@ -486,8 +480,10 @@ def test_exact_arithmetic_and_wide_loads(
     ptx = machine_code(capability, rule, slot, torch.zeros_like(slot.weight))
     assert f".target sm_{capability}" in ptx
     assert APPROXIMATE.findall(ptx) == []
-    num_exact = {rules.ADAM: 2, rules.SGD: 0, rules.LION: 0}[rule] + 5 * (moment == Moment.INT8)
-    assert len(PLAIN.findall(ptx)) == num_exact * ELEMENTS
+    num_exact = {rules.ADAM: 2, rules.SGD: 0, rules.LION: 0}[rule] * ELEMENTS
+    if moment == Moment.INT8:  # a quotient for each moment's code, and two for each group; the root is there already
+        num_exact += 2 * ELEMENTS + 2
+    assert len(PLAIN.findall(ptx)) == num_exact
     assert wide_bytes(ptx, "ld") == ELEMENTS * bytes_read
     assert wide_bytes(ptx, "st") == ELEMENTS * bytes_written
     if moment != Moment.INT8:  # whose scales are one by one

@@ -30,9 +30,9 @@ V = Any  # an fp32 tensor, a scalar of numba's or a block of Triton's; `numbers`
 
 def adam(weight: "V", gradient: "V", first: "V", second: "V", numbers: "V", sqrt: "V", divide: "V") -> "V":
     """Kingma and Ba; the decay enters the gradient (Adam) or shrinks the weight (AdamW)."""
-    coupled_decay, kept, first_share, second_kept, second_share, step_size, root_scale, eps = numbers
+    coupled_decay, kept, first_kept, first_share, second_kept, second_share, step_size, root_scale, eps = numbers
     gradient = gradient + coupled_decay * weight
-    first = first + first_share * (gradient - first)
+    first = first_kept * first + first_share * gradient
     second = second_kept * second + second_share * (gradient * gradient)
     weight = kept * weight - step_size * divide(first, sqrt(second) * root_scale + eps)
     return weight, first, second
@@ -65,6 +65,7 @@ def adam_numbers(group: Mapping[str, Any], step: "N") -> tuple["N", ...]:
     return (
         0.0 if is_decoupled else decay,
         1.0 - lr * decay if is_decoupled else 1.0,
+        beta1,
         1.0 - beta1,
         beta2,
         1.0 - beta2,

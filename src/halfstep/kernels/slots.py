@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Slot:
         rest: the fp32 master, or what :func:`halfstep.kernels.storage.split` leaves; None where nothing is kept.
         moments: in the order of the rule's arguments.
         index: of the first element in the whole tensor, if this is a shard of it.
+        step: 0-dim fp32, how often it was stepped: counted by the executor, which knows. None if nobody asks.
     """
 
     weight: Tensor
@@ -50,6 +51,7 @@ class Slot:
     rest: Tensor | None
     moments: tuple[Kept, ...]
     index: int = 0
+    step: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Compiled loops pair elements by address: another order or size would be wrong in silence, or worse.
@@ -81,14 +83,15 @@ class Turn:
     Args:
         rule: the arithmetic.
         slots: one for each parameter.
-        gradients: fp32, bf16 or fp16, each contiguous and of its slot's shape; read. They are finite, or ``found_inf``
-            says that they are not.
+        gradients: fp32, bf16 or fp16, each contiguous, of its slot's shape, and with all of its memory; read. They are
+            finite, or ``found_inf`` says that they are not.
         constants: fp32 ``[slots, 1 + numbers of the rule]``, finite: what the gradient is multiplied by first
             (clipping, unscaling, the sign for ``maximize``), then the rule's numbers; on the slots' device.
         keys: int64 ``[slots]``, of the random bits, see :func:`halfstep.kernels.storage.random_key`; the same device.
         found_inf: 0-dim, on the same device: where it is not 0, every bit stays. On a device it is not read by the
             host. None if the step is to be taken.
         counts_stalled: whether updates that round to nothing are counted: one more read of what is kept.
+        prepared: what executors have found out about these very slots, by their names; an empty dict for new ones.
     """
 
     rule: Rule
@@ -98,13 +101,11 @@ class Turn:
     keys: Tensor
     found_inf: Tensor | None = None
     counts_stalled: bool = False
+    prepared: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for slot, gradient in zip(self.slots, self.gradients, strict=True):
-            assert gradient.shape == slot.weight.shape
-            assert gradient.is_contiguous()
         assert self.constants.dtype == torch.float32
-        assert len(self.slots) == len(self.constants) == len(self.keys)
+        assert len(self.slots) == len(self.gradients) == len(self.constants) == len(self.keys)
 
 
 class Counts(NamedTuple):

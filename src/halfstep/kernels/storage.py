@@ -56,11 +56,9 @@ _Word = TypeVar("_Word", int, Tensor)
 BF16_BOUND = 0x7F7F8000  # magnitudes from here on would round to bf16's infinity
 _LARGEST_SPLIT = BF16_BOUND - 1
 _NAN = 0x7FC00000  # whose upper half is a NaN too
-LARGEST_SCALE = 0xFEFF  # of the 16 bits of a scale; the next one is infinity
-# 1/255 in two parts, the first of 16 bits: so a code is divided in every bit. (On CUDA torch would multiply by the
-# rounded reciprocal, which differs for half of the codes.)
-_255TH = (257 / 2**16, 1.0 / 255.0 - 257 / 2**16)
-_STILL = 2.0**-12  # of a code: so near to one, a value is what that code was decoded to, and stays
+# Of the 16 bits of a scale: 2**-100, so that 255 divided by it is finite and 0 is never divided by 0; and the last
+# number before infinity.
+SMALLEST_SCALE, LARGEST_SCALE = 0x1B00, 0xFEFF
 
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
@@ -203,14 +201,15 @@ GROUP = 32  # elements that share a scale: 2 bytes of scale on 32 of codes
 
 
 def encode_scale(largest: Tensor, *, up: bool = False) -> Tensor:
-    """A positive fp32 number in 16 bits, int16: its pattern without the sign, with 8 bits of mantissa.
+    """An fp32 number that is not negative in 16 bits, int16: its pattern without the sign, with 8 bits of mantissa.
 
-        | exponent 8 | mantissa 8 |
+        | exponent 8 | mantissa 8 |      from 2**-100 on: what is smaller becomes that
 
     Rounded to nearest, or ``up`` to a number that is not smaller. fp16 would lose the gradients below 6e-5, and bf16 a
     bit: with 8, the largest of a group keeps the largest code, and what was decoded encodes to the same codes again.
     """
-    return (_bits(largest) + (0x7FFF if up else 0x4000) >> 15).clamp(max=LARGEST_SCALE).to(torch.int16)
+    pattern = _bits(largest) + (0x7FFF if up else 0x4000) >> 15
+    return pattern.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.int16)
 
 
 def decode_scale(scale: Tensor) -> Tensor:
@@ -221,23 +220,21 @@ def decode_scale(scale: Tensor) -> Tensor:
 def encode_first(values: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The first moment in int8, in groups of at most 32: the last dimension of ``values``.
 
-    A group is divided by its largest magnitude, and x in [-1, 1] is companded: the code is
-    ``round(127 * 2 x / (1 + |x|))``, so that codes are four times as dense at 0 as at 1.
+    A group is divided by its largest magnitude s, and x = v / s in [-1, 1] is companded to ``127 * 2 x / (1 + |x|)``,
+    so that codes are four times as dense at 0 as at 1. Multiplied by s that is one division: ``254 * v / (s + |v|)``.
 
     Args:
         values: fp32, ``[..., GROUP]``.
-        bits: int64 in [0, 2**16), random, of the same shape: a code is rounded towards 0 or away from it by chance, so
-            that its mean is right. beta1 = 0.9 takes a tenth off: rounded to nearest, a code below 5 would stay for
-            ever, and move a weight without a gradient as long as there are steps. None: to nearest.
+        bits: int64 in [0, 2**16), random, of the same shape: a code is rounded up or down by chance, so that its mean
+            is right. beta1 = 0.9 takes a tenth off: rounded to nearest, a code below 5 would stay for ever, and move a
+            weight without a gradient as long as there are steps. None: to nearest.
 
     Returns:
         codes ``[..., GROUP]`` in int8 and scales ``[...]``, see :func:`encode_scale`.
     """
     scale = encode_scale(values.abs().amax(-1), up=bits is not None)
-    x = _shares(values, scale)
-    code = x.abs() * 254.0 / (x.abs() + 1.0)
-    code = code.round() if bits is None else _by_chance(code, bits)
-    return code.copysign(x).to(torch.int8), scale
+    code = values / (decode_scale(scale).unsqueeze(-1) + values.abs()) * 254.0
+    return _to_integers(code, bits, 128).to(torch.int8), scale
 
 
 def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
@@ -259,26 +256,26 @@ def encode_second(values: Tensor, bits: Tensor | None = None) -> tuple[Tensor, T
     """
     root = rounded_sqrt(values)
     scale = encode_scale(root.amax(-1), up=bits is not None)
-    code = _shares(root, scale) * 255.0
-    code = code.round() if bits is None else _by_chance(code, bits)
+    unit = decode_scale(scale).unsqueeze(-1)
+    code = _to_integers(root * torch.div(torch.full_like(unit, 255.0), unit), bits, 1)
     return torch.where(root > 0, code.clamp(min=1), code).to(torch.uint8), scale
 
 
-def _by_chance(code: Tensor, bits: Tensor) -> Tensor:
-    lower = (code + _STILL).floor()
-    above = code - lower
-    above = torch.where(above < _STILL, torch.zeros_like(above), above)
-    return lower + ((above * 2.0**16).floor() > bits)
+def _to_integers(code: Tensor, bits: Tensor | None, shift: int) -> Tensor:
+    """To nearest, or ``floor(code + u)`` with u from 2**-12 to 1 - 2**-12 in steps of 2**-11: up as often as it should.
+
+    Within 2**-12 of an integer a code is what that integer was decoded to, and stays. ``shift``, which makes it
+    positive, is added to u first: their sum is exact, and a compiled loop has it in two operations on bits.
+    """
+    if bits is None:
+        return code.round()
+    u = ((bits >> 5) * 2 + 1) * 2.0**-12 + shift
+    return (code + u.to(torch.float32)).to(torch.int32) - shift
 
 
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
     """The values that :func:`encode_second` gives back."""
-    code = codes.float()
-    root = (code * _255TH[0] + code * _255TH[1]) * decode_scale(scale).unsqueeze(-1)
-    return root * root
-
-
-def _shares(values: Tensor, scale: Tensor) -> Tensor:
-    """Values as shares of their group's scale, in [-1, 1]; 0 where the group is."""
     unit = decode_scale(scale).unsqueeze(-1)
-    return torch.where(unit > 0, (values / unit).clamp(-1, 1), torch.zeros_like(values))
+    # A tensor divided by a tensor is correctly rounded everywhere; by a number, CUDA multiplies by its reciprocal.
+    root = codes.float() * torch.div(unit, torch.full_like(unit, 255.0))
+    return root * root

@@ -30,8 +30,17 @@ def step(turn: Turn) -> Counts:
     counts = [torch.zeros((3,), dtype=torch.int64, device=device)]
     rows = zip(turn.slots, turn.gradients, turn.constants, turn.keys, strict=True)
     counts += [_step(turn, *row) for row in rows if row[0].weight.numel()]
+    count_step([slot.step for slot in turn.slots if slot.step is not None], turn.found_inf)
     saturated, updated, stalled = torch.stack(counts).sum(0)
     return Counts(saturated, updated, stalled) if turn.counts_stalled else Counts(saturated)
+
+
+def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """One step more on each counter, unless it was not taken."""
+    if steps and found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    elif steps and found_inf is not None:
+        torch._foreach_add_(steps, (found_inf == 0).to(torch.float32), alpha=1)  # without alpha a tensor is read
 
 
 def _step(turn: Turn, slot: Slot, gradient: Tensor, constants: Tensor, key: Tensor) -> Tensor:

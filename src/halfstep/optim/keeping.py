@@ -99,6 +99,13 @@ def new_state(p: Tensor, keeping: Keeping, value: Tensor | None = None) -> dict[
     return state
 
 
+def names_of(keeping: Keeping) -> list[str]:
+    """The names in :func:`new_state`, in order."""
+    endings = ("", SCALES) if keeping.moment == Moment.INT8 else ("",)
+    rest = [] if keeping.rest_name is None else [keeping.rest_name]
+    return [STEP, *rest, *(name + ending for name in keeping.names for ending in endings)]
+
+
 # ---- slots ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +128,7 @@ def slot_of(p: Tensor, state: Mapping[str, Tensor], keeping: Keeping, order: tup
     moments = tuple(
         Kept(keeping.moment, ordered(state[name], order), state.get(name + SCALES)) for name in keeping.names
     )
-    return Slot(ordered(p.detach(), order), keeping.master, rest, moments)
+    return Slot(ordered(p.detach(), order), keeping.master, rest, moments, step=state[STEP])
 
 
 # ---- values in fp32, and back ---------------------------------------------------------------------------------------

@@ -31,10 +31,9 @@ from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.kernels.inspect import Inspection, inspect
 from halfstep.kernels.overlap import overlap
 from halfstep.kernels.rules import SGD, Rule
-from halfstep.kernels.slots import Turn
+from halfstep.kernels.slots import Slot, Turn
 from halfstep.kernels.storage import Master
 from halfstep.optim import keeping, packed_refusals, packed_state
-from halfstep.optim.keeping import STEP
 from halfstep.optim.packed_members import Member, Row, checked_gradient, new_member
 from halfstep.optim.packed_numbers import numbers_of
 from halfstep.optim.packed_options import check_options, check_parameter, checked_clip_norm, checked_seed, storages_of
@@ -71,6 +70,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if executor not in NAMES:
             choose(torch.device("cpu"), 0, executor)  # says what there is
         self._wanted_executor, self._executors = executor, dict[torch.device, Executor]()
+        self._last_slots: dict[torch.device, tuple[list[Slot], dict[str, Any]]] = {}
         self._clip_norm: float | None = None
         self.clip_norm = clip_norm
         self._members: dict[Tensor, Member] = {}
@@ -112,7 +112,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self.check_options(group)
         self._begin_momentum(groups)
-        new = [(group, p) for group in groups for p in group["params"] if p.requires_grad and p not in self._members]
+        new = [(group, p) for group in groups for p in group["params"] if p not in self._members and p.requires_grad]
         if not new:
             return
         dtype = self._cast_dtype if may_cast else None
@@ -147,7 +147,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if any(group["dampening"] for group, _ in late):
             raise packed_refusals.late_dampening(self)
         for group, p in late:
-            member, kept = self._present(p), keeping.keeping_of(p, group, self.rule)
+            member, kept = self._present(self._members[p]), keeping.keeping_of(p, group, self.rule)
             self.state[p] = {**keeping.new_state(p, kept), **self.state[p]}
             self._members[p] = new_member(p, self.state[p], member.number, kept)
 
@@ -164,9 +164,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.state[p] = state
         self._members[p] = new_member(p, state, number, kept)
 
-    def _present(self, p: Tensor) -> Member:
-        """The member of a parameter, with a slot that is where its tensors are now."""
-        member, state = self._members[p], self.state[p]
+    def _present(self, member: Member) -> Member:
+        """The member, with a slot that is where its tensors are now."""
+        p = member.parameter
+        state = self.state[p]
         if member.is_present(state):
             return member
         packed_state.check_state(p, member, state)
@@ -175,8 +176,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _check_members(self) -> None:
         """Raise if a parameter or its state is not what it was."""
-        for p in self._members:
-            self._present(p)
+        for member in [*self._members.values()]:
+            self._present(member)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; fp32 sums of gradients (``p.fp32_grad``) are dropped too."""
@@ -249,13 +250,20 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._add("skipped", found_inf.to(torch.int64))
 
     def _rows(self) -> list[Row]:
-        places = ((index, p) for index, group in enumerate(self.param_groups) for p in group["params"])
-        found = ((index, p, gradient_of(p)) for index, p in places if p in self._members)
-        return [self._row(index, p, gradient) for index, p, gradient in found if gradient is not None]
+        rows: list[Row] = []
+        for index, group in enumerate(self.param_groups):
+            asked = group["master"], group["moments"]
+            for p in group["params"]:
+                member = self._members.get(p)
+                if member is not None and (gradient := gradient_of(p)) is not None:
+                    rows.append(self._row(index, asked, member, gradient))
+        return rows
 
-    def _row(self, index: int, p: Tensor, gradient: Tensor) -> Row:
-        member = self._present(p)
-        return Row(index, member, checked_gradient(self, self.param_groups[index], member, gradient), self.state[p])
+    def _row(self, index: int, asked: tuple[str, str], member: Member, gradient: Tensor) -> Row:
+        member = self._present(member)
+        if member.keeping.asked != asked:
+            raise packed_refusals.other_storages(member.keeping.asked, asked)
+        return Row(index, member, checked_gradient(self, member, gradient))
 
     @torch.no_grad()
     def step_alone(self, index: int, p: Tensor, gradient: Tensor, factor: float | Tensor, flag: Tensor | None) -> None:
@@ -268,7 +276,8 @@ class PackedOptimizer(torch.optim.Optimizer):
             factor: what it is multiplied by.
             flag: 0-dim, on its device; where it is not 0 nothing is written. None if the step is to be taken.
         """
-        self._take_turn(p.device, [self._row(index, p, gradient)], factor, flag)
+        asked = self.param_groups[index]["master"], self.param_groups[index]["moments"]
+        self._take_turn(p.device, [self._row(index, asked, self._members[p], gradient)], factor, flag)
 
     def begin_counting_stalled(self) -> None:
         """The next turns are one step to the meter."""
@@ -298,15 +307,21 @@ class PackedOptimizer(torch.optim.Optimizer):
             is_nan = constants.isnan().any()
             flag = is_nan.float() if flag is None else (is_nan | (flag != 0)).float()
         slots, gradients = [row.member.slot for row in rows], [row.gradient for row in rows]
-        turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled)
+        prepared = self._prepared(device, slots)
+        turn = Turn(self.rule, slots, gradients, constants, keys, flag, self.count_stalled, prepared)
         counts = self._executor_of(device).step(turn)
-        steps = [row.state[STEP] for row in rows]
-        taken = 1.0 if flag is None else (flag == 0).to(torch.float32)
-        torch._foreach_add_(steps, taken, **({} if flag is None else {"alpha": 1}))  # without it a tensor is read
         self._add("saturated", counts.saturated)
         if counts.updated is not None and counts.stalled is not None:
             pair = torch.stack([counts.updated, counts.stalled])
             self._stalled[device] = self._stalled[device] + pair if device in self._stalled else pair
+
+    def _prepared(self, device: torch.device, slots: list[Slot]) -> dict[str, Any]:
+        """What its executor knows of a device's slots since the last turn, if they are the same."""
+        before, prepared = self._last_slots.get(device, ([], {}))
+        if before == slots:  # by identity
+            return prepared
+        self._last_slots[device] = slots, {}
+        return self._last_slots[device][1]
 
     def _executor_of(self, device: torch.device) -> Executor:
         if device not in self._executors:
@@ -377,7 +392,8 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The fp32 value of a parameter, with all that is kept of it; a new tensor of its shape."""
         if p not in self._members:
             return p.detach().float().clone()
-        member, name = self._present(p), self._members[p].keeping.rest_name
+        member = self._present(self._members[p])
+        name = member.keeping.rest_name
         return keeping.master_value(p, None if name is None else self.state[p][name], member.keeping.master)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -464,7 +480,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         kinds = state.pop("kinds")
         is_taken_off, counts_stalled = state["_is_taken_off"], state["count_stalled"]
         super().__setstate__(state)
-        self._executors, self._is_building = {}, False
+        self._executors, self._last_slots, self._is_building = {}, {}, False
         self._begin_counting()
         self._is_taken_off, self.count_stalled = is_taken_off, counts_stalled
         self._members = {}

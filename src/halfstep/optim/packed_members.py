@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.keeping import Keeping
 from halfstep.optim.packed_options import DTYPES
 
-Place = tuple[Any, ...]
+_PLAIN = (Tensor, torch.nn.Parameter)
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -29,7 +31,9 @@ class Member:
         keeping: its storages.
         order: of its memory, see :func:`keeping.memory_order`.
         slot: the parameter as executors see it.
-        places: where it and its state were when the slot was made.
+        kept: the tensors of its state, when the slot was made.
+        layout: dtype, shape and strides of the parameter then.
+        addresses: of it and of ``kept``.
     """
 
     parameter: Tensor
@@ -37,13 +41,22 @@ class Member:
     keeping: Keeping
     order: tuple[int, ...] | None
     slot: Slot
-    places: tuple[Place, ...]
+    kept: list[Tensor]
+    layout: Layout
+    addresses: list[int]
+
+    @property
+    def step(self) -> Tensor:
+        """How often it was stepped: 0-dim fp32."""
+        return self.kept[0]
 
     def is_present(self, state: Mapping[str, Tensor]) -> bool:
         """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
-        if len(state) < len(self.places) - 1:
+        p, kept = self.parameter, self.kept
+        # Whoever frees a storage, or changes its size, moves it; one tensor less is not all there.
+        if len(state) < len(kept) or not all(map(is_, state.values(), kept)):
             return False
-        return self.places == tuple(map(place_of, (self.parameter, *[*state.values()][: len(self.places) - 1])))
+        return addresses_of([p, *kept]) == self.addresses and (p.dtype, p.shape, p.stride()) == self.layout
 
 
 class Row(NamedTuple):
@@ -53,29 +66,29 @@ class Row(NamedTuple):
         group: its index.
         member: the parameter.
         gradient: in the order of its memory.
-        state: its own.
     """
 
     group: int
     member: Member
     gradient: Tensor
-    state: dict[str, Tensor]
 
 
 def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keeping) -> Member:
     """A member whose slot is where its tensors are."""
     order = keeping.memory_order(p)
     slot = keeping.slot_of(p, state, kept, order)
-    return Member(p, number, kept, order, slot, tuple(map(place_of, (p, *state.values()))))
+    own = [state[name] for name in keeping.names_of(kept)]
+    return Member(p, number, kept, order, slot, own, layout_of(p), addresses_of([p, *own]))
 
 
-def place_of(tensor: Any) -> Place:
-    """Where a tensor's memory is, how much there is, and how it is laid out; of anything else, which object it is."""
-    if not isinstance(tensor, Tensor):
-        return (id(tensor),)
-    storage = tensor.untyped_storage()
-    where = int(storage._cdata), int(storage.nbytes()), int(tensor.storage_offset())
-    return (*where, tensor.dtype, tensor.shape, tensor.stride())
+def addresses_of(tensors: list[Tensor]) -> list[int]:
+    """Where they are. A subclass may have no memory of its own, as FakeTensor has none: then which storage it has."""
+    return [t.data_ptr() if type(t) in _PLAIN else t.untyped_storage()._cdata for t in tensors]
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Its dtype, shape and strides."""
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -84,16 +97,17 @@ def has_memory(tensor: Tensor) -> bool:
     return bool(tensor.untyped_storage().nbytes() >= end)
 
 
-def checked_gradient(optimizer: object, group: Mapping[str, Any], member: Member, gradient: Tensor) -> Tensor:
+def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Tensor:
     """The gradient in the order of its parameter's memory, if the rule can take it."""
-    p, asked = member.parameter, (group["master"], group["moments"])
-    if member.keeping.asked != asked:
-        raise refusals.other_storages(member.keeping.asked, asked)
-    if gradient.layout != torch.strided or gradient.dtype not in DTYPES:
+    p = member.parameter
+    if gradient.layout is not torch.strided or gradient.dtype not in DTYPES:
         raise refusals.bad_gradient(optimizer, p, gradient)
-    if gradient.shape != p.shape or gradient.device != p.device:
+    if gradient.shape != member.layout[1] or gradient.device != p.device:
         raise refusals.gradient_of_another(p, gradient)
     if not has_memory(gradient) and is_dense(gradient):
         raise refusals.freed("the gradient", p)
-    plain = gradient.detach().resolve_neg() if gradient.requires_grad or gradient.is_neg() else gradient
-    return keeping.ordered(plain, member.order).contiguous()
+    if gradient.requires_grad or gradient.is_neg():
+        gradient = gradient.detach().resolve_neg()
+    if member.order is not None:
+        gradient = gradient.permute(member.order)
+    return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -18,15 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FEWEST = 2**16  # elements worth a second thread
 
 
-def has_plain_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers are where its address says, all of them: no subclass, no freed storage."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_neg():
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are what its memory holds, in order of its strides, and somebody may write them."""
+    kind = type(tensor)
+    if not (kind is Tensor or kind is Parameter) or tensor.layout is not torch.strided or not tensor.is_cpu:
         return False
-    if tensor.device.type != "cpu" or tensor.is_inference():
+    return not (tensor.is_neg() or tensor.is_inference())
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """The same, and whether that memory is there: nobody has freed the storage, or cut it."""
+    if not is_plain(tensor):
         return False
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     return tensor.untyped_storage().nbytes() >= needed

@@ -44,12 +44,12 @@ V = Any
 _jit = numba.njit(nogil=True, error_model="numpy")
 
 # What a tensor's row of addresses holds; roles of memory.
-WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES = range(7)
+WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, STEP = range(8)
 # What the buffers hold; roles of memory too. ``NEXT`` are the values to be written. (A second moment that is kept in
 # groups is there as its root.)
 NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND, BEFORE, CHANCE, UNITS = range(8, 14)
 BLOCK = 1024  # elements: the buffers fit any core's first cache, with room for what comes from memory
-NUM_BUFFERS = 5 + 2  # the last one, ``UNITS``, has 2 numbers for a group, which may be one element
+NUM_BUFFERS = 6
 
 FP32, BF16, FP16 = 0, 1, 2  # dtypes of weights and gradients; a loop knows integers only
 MASTER_FP32, SPLIT, SPLIT8, STOCHASTIC = map(int, (Master.FP32, Master.SPLIT, Master.SPLIT8, Master.STOCHASTIC))
@@ -434,18 +434,22 @@ def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
 
 
 @_jit
-def first_chance(chance: V, i: V) -> V:
-    """16 random bits of an element for its first moment."""
-    return uint32(uint32(load(CHANCE, U32, chance, i) * _STEP) >> _U16)
+def first_word(chance: V, i: V) -> V:
+    """An element's random bits for its first moment; the upper ones are used."""
+    return uint32(load(CHANCE, U32, chance, i) * _STEP)
 
 
 @_jit
-def second_chance(chance: V, i: V) -> V:
+def second_word(chance: V, i: V) -> V:
     """Others, for its second moment."""
-    return uint32(load(CHANCE, U32, chance, i) >> _U16)
+    return load(CHANCE, U32, chance, i)
 
 
-def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], chance_of: Callable[..., Any]) -> Any:
+def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], word_of: Callable[..., Any]) -> Any:
+    @_jit
+    def chance_of(chance: V, i: V) -> V:
+        return uint32(word_of(chance, i) >> _U16)
+
     @_jit
     def write_once(layout: V, values: V, address: V, at: V, n: V, chance: V) -> V:
         top = uint32(0)
@@ -476,5 +480,5 @@ def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], chance_of
     return write
 
 
-write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, first_chance)
-write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, second_chance)
+write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, first_word)
+write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, second_word)

@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def is_served(gradient: Tensor) -> bool:
     """Whether :func:`norms` takes it."""
-    if gradient.dtype not in _DTYPES or (gradient.dtype == torch.float16 and not has_fp16()):
+    if gradient.dtype not in _DTYPES or (gradient.dtype is torch.float16 and not has_fp16()):
         return False
     return has_plain_memory(gradient) and is_dense(gradient) and gradient.numel() > 0
 

@@ -51,6 +51,7 @@ from halfstep.kernels.slots import GRADIENT_CAP
 V = Any
 SIGNATURE = types.int64(*[types.int64] * 6)
 ROW, INDEX, KEY = range(3)  # a tensor's row of facts
+NUM_CONSTANTS = 10  # the factor on the gradient, and those of the rule that has most
 
 _CAP, _NAN = np.float32(GRADIENT_CAP), np.float32(np.nan)
 _LARGEST_ROOT = np.sqrt(np.finfo(np.float32).max)
@@ -144,12 +145,11 @@ def _step_adam(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> 
     weight, rest, gradient, firsts, seconds = where
     w = m.master_at(dtype, storage, weight, rest, at, i, part)
     before = _before(storage, part, w)
-    before = _before(storage, part, w)
-    before = _before(storage, part, w)
     g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
     first = m.first_at(first_kind, firsts, buffers, at, i, part)
     second = m.second_at(second_kind, seconds, buffers, at, i, part)
-    w, first, second = _adam(w, g, first, second, (c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]), _sqrt, _divide)
+    numbers = c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
+    w, first, second = _adam(w, g, first, second, numbers, _sqrt, _divide)
     top = max(before, _put_weight(is_direct, weight, buffers, at, i, part, w))
     top = max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
     return max(top, _put_second(second_kind, seconds, buffers, at, i, part, second))
@@ -160,8 +160,6 @@ def _step_sgd(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V
     gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
     weight, rest, gradient, firsts, _ = where
     w = m.master_at(dtype, storage, weight, rest, at, i, part)
-    before = _before(storage, part, w)
-    before = _before(storage, part, w)
     before = _before(storage, part, w)
     g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
     first = m.first_at(first_kind, firsts, buffers, at, i, part)
@@ -175,8 +173,6 @@ def _step_lion(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> 
     gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
     weight, rest, gradient, firsts, _ = where
     w = m.master_at(dtype, storage, weight, rest, at, i, part)
-    before = _before(storage, part, w)
-    before = _before(storage, part, w)
     before = _before(storage, part, w)
     g = _gradient(gradient_dtype, gradient, at, i, part, c[0])
     first = m.first_at(first_kind, firsts, buffers, at, i, part)
@@ -194,8 +190,8 @@ def _where(addresses: V) -> V:
 @_jit
 def _numbers(numbers: V) -> V:
     """The factor on the gradient and the rule's constants."""
-    c = numba.carray(pointer(numbers), 9, np.float32)
-    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8]
+    c = numba.carray(pointer(numbers), NUM_CONSTANTS, np.float32)
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
 
 
 def _adam_stage(layout: int, *variant: int) -> Callable[..., Any]:
@@ -318,10 +314,11 @@ def _read_moment(which: int) -> Callable[..., Any]:
 
     def read_moment(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         codes, scales = _entry(addresses, FIRST + which), _entry(addresses, FIRST_SCALES + which)
+        row, values, units = _entry(facts, ROW), m.buffer(buffers, NEXT_FIRST + which), m.buffer(buffers, UNITS)
         if which == 0:
-            groups.read_first(codes, scales, at, n, _entry(facts, ROW), m.buffer(buffers, NEXT_FIRST))
+            groups.read_first(codes, scales, at, n, row, values)
         else:
-            groups.read_second(codes, scales, at, n, _entry(facts, ROW), m.buffer(buffers, NEXT_SECOND))
+            groups.read_second(codes, scales, at, n, row, values, units)
         return 0
 
     return read_moment

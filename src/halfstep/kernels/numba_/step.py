@@ -14,9 +14,10 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from halfstep.kernels.numba_.bits import F32, load, store
 from halfstep.kernels.numba_.compiling import compiled
 from halfstep.kernels.numba_.groups import group_start
-from halfstep.kernels.numba_.memory import BLOCK, NUM_BUFFERS
+from halfstep.kernels.numba_.memory import BLOCK, NUM_BUFFERS, STEP
 from halfstep.kernels.numba_.stages import ROW
 
 _LINE = 16  # fp32 numbers in a line of the cache: vectors of a buffer shall not cross one
@@ -45,7 +46,7 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
         stop: likewise.
         stages: their addresses, int64.
         facts: int64 ``[tensors, 8]``; a row length above 0 says that moments are in groups, which are not cut.
-        numbers: fp32 ``[tensors, 9]``: the factor on the gradient, and the rule's constants.
+        numbers: fp32 ``[tensors, NUM_CONSTANTS]``: the factor on the gradient, and the rule's constants.
     """
     memory = np.zeros(NUM_BUFFERS * BLOCK + _LINE, np.float32)
     buffers = (memory.ctypes.data + 4 * _LINE - 1) // (4 * _LINE) * (4 * _LINE)
@@ -57,6 +58,8 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
         base += size
         if low >= high:
             continue
+        if low == 0 and addresses[tensor, STEP] != 0:
+            store(STEP, F32, addresses[tensor, STEP], 0, load(STEP, F32, addresses[tensor, STEP], 0) + np.float32(1))
         row = facts[tensor, ROW]
         if row > 0:
             low = group_start(low, row)

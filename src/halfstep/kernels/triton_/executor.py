@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from halfstep._compat import is_host
 from halfstep.errors import UnsupportedError
+from halfstep.kernels import torch_step
 from halfstep.kernels.slots import Counts, Kept, Slot, Turn
 from halfstep.kernels.storage import GROUP, Master, Moment
 from halfstep.kernels.triton_ import kernel
@@ -47,7 +48,6 @@ class _Facts:
 
     kind: _Kind
     tensors: tuple[Tensor | None, ...]
-    written: tuple[Tensor, ...]
     sizes: tuple[int, int]
 
 
@@ -61,7 +61,9 @@ def step(turn: Turn) -> Counts:
         _refuse_capture(counts.device)
         for recipe, table in _launches(turn):
             _launch(turn, recipe, table, counts)
-    increment_version([tensor for slot in turn.slots for tensor in _facts(slot).written])
+        empty = [slot.step for slot in turn.slots if slot.step is not None and not slot.weight.numel()]
+        torch_step.count_step(empty, turn.found_inf)
+    increment_version([slot.weight for slot in turn.slots])  # what else was written takes no part in autograd
     saturated, updated, stalled = counts.unbind()
     return Counts(saturated, updated, stalled) if turn.counts_stalled else Counts(saturated)
 
@@ -88,7 +90,8 @@ def _launches(turn: Turn) -> Iterator[tuple[_Recipe, _Table]]:
             0 if tensor is None else tensor.data_ptr() for tensor in facts.tensors
         ]
         addresses = weight, rest, gradient.data_ptr(), first, second, first_scales, second_scales
-        rows.extend((*addresses, *facts.sizes, slot.index, place, 0))
+        step = 0 if slot.step is None else slot.step.data_ptr()
+        rows.extend((*addresses, *facts.sizes, slot.index, place, step))
         if facts.sizes[0]:
             groups.setdefault((facts.kind, gradient.dtype), []).append(place)
     table = np.array(rows, dtype=np.int64).reshape(-1, kernel.COLUMNS)
@@ -118,12 +121,11 @@ def _found(slot: Slot) -> _Facts:
     first, second = (*slot.moments, _ABSENT, _ABSENT)[:2]
     states = slot.rest, first.values, second.values, first.scales, second.scales
     tensors = (slot.weight, *(None if t is _ABSENT.values else t for t in states))
-    written = tuple(tensor for tensor in tensors if tensor is not None)
     size, is_ragged = slot.weight.numel(), slot.row % GROUP != 0
     master = slot.master if slot.rest is not None or slot.master == Master.STOCHASTIC else Master.NONE
-    widest = max(tensor.element_size() for tensor in written)
+    widest = max(tensor.element_size() for tensor in tensors if tensor is not None)
     kind = _kind(slot.weight.dtype, master, first.kind, second.kind, is_ragged, widest)
-    return _Facts(kind, tensors, written, (size, slot.row if is_ragged else size))
+    return _Facts(kind, tensors, (size, slot.row if is_ragged else size))
 
 
 @functools.cache

@@ -31,9 +31,10 @@ BLOCK = 1024  # elements
 GROUPS = BLOCK // GROUP
 
 # The columns of a tensor's row in the table: addresses, 0 where there is nothing; how many elements, how many in a row
-# (that many in all, unless groups end inside the tensor), the index of the first one, and which row of the constants.
+# (that many in all, unless groups end inside the tensor), the index of the first one, which row of the constants, and
+# where its steps are counted.
 _WEIGHT, _REST, _GRADIENT, _FIRST, _SECOND, _FIRST_SCALES, _SECOND_SCALES = map(tl.constexpr, range(7))
-_SIZE, _ROW, _INDEX, _PLACE = map(tl.constexpr, range(7, 11))
+_SIZE, _ROW, _INDEX, _PLACE, _STEP = map(tl.constexpr, range(7, 12))
 COLUMNS = 12
 
 _GROUPS, _COLUMNS = tl.constexpr(GROUPS), tl.constexpr(COLUMNS)
@@ -77,8 +78,8 @@ def _stepped(weight: "V", gradient: "V", first: "V", second: "V", constants: "V"
     c1, c2, c3 = tl.load(constants + 1), tl.load(constants + 2), tl.load(constants + 3)
     c4, c5, c6 = tl.load(constants + 4), tl.load(constants + 5), tl.load(constants + 6)
     if RULE == _ADAM:
-        c7, c8 = tl.load(constants + 7), tl.load(constants + 8)
-        numbers = (c1, c2, c3, c4, c5, c6, c7, c8)
+        c7, c8, c9 = tl.load(constants + 7), tl.load(constants + 8), tl.load(constants + 9)
+        numbers = (c1, c2, c3, c4, c5, c6, c7, c8, c9)
         weight, first, second = _adam(weight, gradient, first, second, numbers, _sqrt, _divide)
     elif RULE == _SGD:
         weight, first = _sgd(weight, gradient, first, (c1, c2, c3, c4, c5, c6))
@@ -144,7 +145,7 @@ def _write_moment(
     KIND: tl.constexpr, IS_SECOND: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     if KIND == MOMENT_INT8:
-        codes, units = m.encoded(m.cut(values, m.LARGEST), random, IS_SECOND)
+        codes, units = m.encoded(values, random, IS_SECOND)
         m.write(address, at, mask, codes, tl.int8, WIDTH)
         m.write(scales, group, group_mask, units, tl.uint16, 1)
     elif KIND == MOMENT_BF16:
@@ -236,8 +237,11 @@ def step(
             start = group.to(tl.int64) * m.GROUP
             at, group_mask = start[:, None] + lane, start < size
             mask = at < size
+        counter = tl.load(row + _STEP).to(tl.pointer_type(tl.float32))
+        if tl.load(program + 1) == 0 and tl.load(row + _STEP) != 0:
+            tl.store(counter, tl.load(counter) + 1.0)
         place = tl.load(row + _PLACE)
-        numbers = constants + place * (9 if RULE == _ADAM else 7)
+        numbers = constants + place * (10 if RULE == _ADAM else 7)
         _block(
             row, numbers, tl.load(keys + place).to(tl.uint32), counts, at, mask, group, group_mask,
             RULE, WEIGHT, GRADIENT, MASTER, REST, FIRST, SECOND, WIDTH, COUNTS_STALLED,

@@ -37,17 +37,14 @@ def _float(pattern: int) -> float:
     return float(torch.tensor(pattern, dtype=torch.int32, device="cpu").view(torch.float32))
 
 
-LARGEST = tl.constexpr(FP32.largest)
+LARGEST, LARGEST_ROOT = tl.constexpr(FP32.largest), tl.constexpr(2.0**64 * (1 - 2.0**-24))
 _FP16_LARGEST, _BF16_LARGEST = tl.constexpr(FP16.largest), tl.constexpr(BF16.largest)
 _BF16_LIMIT = tl.constexpr(_float(BF16_BOUND - 1))  # the largest number that rounds to a finite bf16
 _SPLIT8_LIMIT = tl.constexpr(_float(BF16_BOUND - 0x81))  # and the one whose upper 24 bits do
 _NAN = tl.constexpr(storage._NAN)
-LARGEST_SCALE, _STILL = tl.constexpr(storage.LARGEST_SCALE), tl.constexpr(storage._STILL)
+SMALLEST_SCALE, LARGEST_SCALE = tl.constexpr(storage.SMALLEST_SCALE), tl.constexpr(storage.LARGEST_SCALE)
 # Numbers below 2**22 plus this have their integer part, rounded to nearest, ties to even, in the lowest bits.
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(1.5 * 2.0**23), tl.constexpr(0x4B400000)
-# The quotient code / 255 repeats the code's 8 bits for ever. Twice them, exactly, and what is left, rounded once, make
-# the nearest fp32 number for each of the 256 codes.
-_255TH, _255TH_REST = tl.constexpr(257 / 2**16), tl.constexpr(1 / 255 - 257 / 2**16)
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -257,13 +254,13 @@ def _unit(scales: "V") -> "V":
 @triton.jit
 def decoded(codes: "V", scales: "V", IS_SECOND: tl.constexpr) -> "V":
     """int8 codes and their groups' scales: ``storage.decode_first`` and ``decode_second``."""
+    unit = _unit(scales)
     if IS_SECOND:
-        code = codes.to(tl.uint8, bitcast=True).to(tl.float32)
-        root = (code * _255TH + code * _255TH_REST) * _unit(scales)  # code / 255, in three instructions
+        root = codes.to(tl.uint8, bitcast=True).to(tl.float32) * tl.div_rn(unit, tl.full(unit.shape, 255.0, tl.float32))
         values = root * root
     else:
         code = codes.to(tl.float32)
-        values = tl.div_rn(code, 254.0 - tl.abs(code)) * _unit(scales)
+        values = tl.div_rn(code, 254.0 - tl.abs(code)) * unit
     return values
 
 
@@ -271,32 +268,28 @@ def decoded(codes: "V", scales: "V", IS_SECOND: tl.constexpr) -> "V":
 def _scales(values: "V") -> "V":
     """``storage.encode_scale`` of each group's largest magnitude, rounded up."""
     magnitude = (bits_of(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-    return tl.minimum((tl.max(magnitude, axis=1) + 0x7FFF) >> 15, LARGEST_SCALE)
+    return tl.minimum(tl.maximum((tl.max(magnitude, axis=1) + 0x7FFF) >> 15, SMALLEST_SCALE), LARGEST_SCALE)
 
 
 @triton.jit
 def encoded(values: "V", random: "V", IS_SECOND: tl.constexpr) -> "V":
-    """Codes and scales of a moment, 0 in what no row has: ``storage.encode_first`` and ``encode_second``."""
-    if IS_SECOND:
-        values = tl.sqrt_rn(values)
+    """Codes and scales of a moment, 0 in what no row has: ``storage.encode_first`` and ``encode_second``.
+
+    What is added before the code is cut to an integer comes straight from the random bits: 1 or 128, and 11 of them.
+    """
+    if IS_SECOND:  # the rule has this root already
+        values = tl.minimum(tl.sqrt_rn(values), LARGEST_ROOT, propagate_nan=_ALL)
+    if not IS_SECOND:
+        values = cut(values, LARGEST)
     scales = _scales(values)
     unit = _unit(scales)
-    unit = tl.where(unit > 0.0, unit, 1.0)  # all are too small for a scale then, and their codes 0
-    shares = cut(tl.div_rn(values, unit), 1.0)
     if IS_SECOND:
-        codes = _code_by_chance(shares * 255.0, random >> 16)
+        codes = values * tl.div_rn(tl.full(unit.shape, 255.0, tl.float32), unit)
+        chance = float_of(((random >> 21) << 12) | 0x3F800800)
+        codes = (codes + chance).to(tl.int32) - 1
         codes = tl.where(values > 0.0, tl.maximum(codes, 1), codes)
     else:
-        x = tl.abs(shares)
-        codes = _code_by_chance(tl.div_rn(x * 254.0, x + 1.0), (random * 0x9E3779B1) >> 16)
-        codes = tl.where(shares < 0.0, -codes, codes)
+        codes = tl.div_rn(values, unit + tl.abs(values)) * 254.0
+        chance = float_of((((random * 0x9E3779B1) >> 21) << 5) | 0x43000010)
+        codes = (codes + chance).to(tl.int32) - 128
     return codes.to(tl.int8), scales.to(tl.uint16)
-
-
-@triton.jit
-def _code_by_chance(code: "V", chance: "V") -> "V":
-    lower = tl.floor(code + _STILL)
-    above = code - lower
-    above = tl.where(above < _STILL, 0.0, above)
-    is_up = above * 65536.0 >= chance.to(tl.float32) + 1.0  # its floor is more than the chance
-    return lower.to(tl.int32) + is_up.to(tl.int32)
