@@ -92,6 +92,19 @@ def store(context: Any, role: Any, kind: Any, address: Any, index: Any, value: A
     return types.void(role, kind, types.int64, types.int64, _KINDS[kind.literal_value][1]), generate
 
 
+@intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """Ask for a line of memory that will be read and perhaps written soon; an address where nothing is does no harm."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [builder.inttoptr(arguments[0], cgutils.voidptr_t), _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @intrinsic(prefer_literal=True)
 def largest_magnitude(context: Any, role: Any, number: Any, address: Any, index: Any) -> Any:
     """Of so many fp32 elements from an index on, as a pattern: a loop of so few would stay scalar."""

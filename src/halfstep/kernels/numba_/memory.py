@@ -36,6 +36,7 @@ from halfstep.kernels.numba_.bits import (
     float_to_fp16,
     fp16_to_float,
     load,
+    prefetch,
     store,
 )
 from halfstep.kernels.storage import BF16_BOUND, Master, Moment
@@ -48,7 +49,7 @@ WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, STEP = range
 # What the buffers hold; roles of memory too. ``NEXT`` are the values to be written. (A second moment that is kept in
 # groups is there as its root.)
 NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND, BEFORE, CHANCE, UNITS = range(8, 14)
-BLOCK = 1024  # elements: the buffers fit any core's first cache, with room for what comes from memory
+BLOCK = 512  # elements: the buffers fit any core's first cache, with room for what comes from memory
 NUM_BUFFERS = 6
 
 FP32, BF16, FP16 = 0, 1, 2  # dtypes of weights and gradients; a loop knows integers only
@@ -70,6 +71,19 @@ _256 = int32(256)
 _ZERO = np.float32(0)
 _2P15, _2PM15, _2P7, _2PM7, _2P16 = (np.float32(2.0**n) for n in (15, -15, 7, -7, 16))
 _HALF_BLOCK = BLOCK // 2
+
+
+STRIP = 64  # elements
+_AHEAD = 512  # elements, of all that is read: a few of the pages of memory before which a processor stops looking ahead
+_LINE = 64  # bytes
+
+
+@_jit
+def fetch(address: V, width: V, at: V) -> None:
+    """Ask for the part of a tensor that is read a few strips later, as long as it is a strip."""
+    start = address + (at + _AHEAD) * width
+    for ahead in range(0, STRIP * width, _LINE):
+        prefetch(start + ahead)
 
 
 @_jit

@@ -18,11 +18,13 @@ from numba import carray
 from torch import Tensor
 
 from halfstep._compat import is_dense
-from halfstep.kernels.numba_.bits import bf16_to_float, fp16_to_float, has_fp16, pointer
+from halfstep.kernels.numba_.bits import bf16_to_float, fp16_to_float, has_fp16, pointer, prefetch
 from halfstep.kernels.numba_.compiling import compiled
 from halfstep.kernels.numba_.loops import Table, has_plain_memory
 
-_BLOCK = 2048  # elements
+_BLOCK = 512  # elements
+_AHEAD = 4096  # bytes: the next page or two
+_LINE = 64
 # What fp32 drops of squares below its smallest number is less than 2**-24 of a sum from here on.
 _TRUSTED = np.float32(2.0**-90)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,6 +105,8 @@ def _squares(dtype: int) -> Callable[..., Any]:
             high = min((size + _BLOCK - 1) // _BLOCK, (stop - base + _BLOCK - 1) // _BLOCK)
             for block in range(low, high):
                 address, length = addresses[tensor, 0] + width * block * _BLOCK, min(_BLOCK, size - block * _BLOCK)
+                for ahead in range(0, length * width, _LINE):
+                    prefetch(address + _AHEAD + ahead)
                 total = sum_of_block(address, length)
                 is_trusted = _TRUSTED <= total < np.float32(np.inf)
                 sums[firsts[tensor] + block] = total if is_trusted else careful_sum(address, length)

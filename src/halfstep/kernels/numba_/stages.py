@@ -11,6 +11,9 @@ in the tensor and ``n`` its length. What it returns, a count, is added up over t
 
 Why not one loop: a processor looks ahead over some 250 instructions. A loop whose body is longer waits for its own
 root and quotient; short ones overlap many elements, and the first cache between them costs little.
+
+What reads memory is the rule. It asks for what comes a few strips later: a processor looks ahead in each tensor by
+itself, but no further than the end of a page, and there is a new page every few strips.
 """
 
 from __future__ import annotations
@@ -194,64 +197,101 @@ def _numbers(numbers: V) -> V:
     return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
 
 
+def _widths(
+    gradient_dtype: int, dtype: int, storage: int, first_kind: int, second_kind: int, _: int
+) -> tuple[int, ...]:
+    """Bytes of an element in each of the tensors that are read."""
+    rest = {m.MASTER_FP32: 4, m.SPLIT: 2, m.SPLIT8: 1}.get(storage, 0)
+    moments = {_FP32: 4, _BF16: 2, _INT8: 1, m.MOMENT_NONE: 0}
+    weight, gradient = (4 if d == m.FP32 else 2 for d in (dtype, gradient_dtype))
+    return weight, rest, gradient, moments[first_kind], moments[second_kind]
+
+
+@_jit
+def _fetch(where: V, widths: V, at: V) -> None:
+    m.fetch(where[0], widths[0], at)
+    m.fetch(where[1], widths[1], at)
+    m.fetch(where[2], widths[2], at)
+    m.fetch(where[3], widths[3], at)
+    m.fetch(where[4], widths[4], at)
+
+
 def _adam_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    widths = _widths(*variant)
+
     def adam(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         where, c, top = _where(addresses), _numbers(numbers), uint32(0)
         if layout:
             for _ in range(2):
-                for i in range(n // 2):
-                    top = max(top, _step_adam(variant, where, c, buffers, at, i, LOWER))
-                    top = max(top, _step_adam(variant, where, c, buffers, at, i, UPPER))
+                for strip in range(0, n // 2, m.STRIP // 2):
+                    _fetch(where, widths, at + 2 * strip)
+                    for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
+                        top = max(top, _step_adam(variant, where, c, buffers, at, i, LOWER))
+                        top = max(top, _step_adam(variant, where, c, buffers, at, i, UPPER))
                 if n % 2:
                     top = max(top, _step_adam(variant, where, c, buffers, at, n // 2, LAST))
                 if top < m.BOUND:
                     break
                 m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
             return 0
-        for i in range(n):
-            top = max(top, _step_adam(variant, where, c, buffers, at, i, PLAIN))
+        for strip in range(0, n, m.STRIP):
+            _fetch(where, widths, at + strip)
+            for i in range(strip, min(strip + m.STRIP, n)):
+                top = max(top, _step_adam(variant, where, c, buffers, at, i, PLAIN))
         return _hold(variant, where, at, n) if top >= INFINITY else 0
 
     return adam
 
 
 def _sgd_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    widths = _widths(*variant)
+
     def sgd(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         where, c, top = _where(addresses), _numbers(numbers), uint32(0)
         if layout:
             for _ in range(2):
-                for i in range(n // 2):
-                    top = max(top, _step_sgd(variant, where, c, buffers, at, i, LOWER))
-                    top = max(top, _step_sgd(variant, where, c, buffers, at, i, UPPER))
+                for strip in range(0, n // 2, m.STRIP // 2):
+                    _fetch(where, widths, at + 2 * strip)
+                    for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
+                        top = max(top, _step_sgd(variant, where, c, buffers, at, i, LOWER))
+                        top = max(top, _step_sgd(variant, where, c, buffers, at, i, UPPER))
                 if n % 2:
                     top = max(top, _step_sgd(variant, where, c, buffers, at, n // 2, LAST))
                 if top < m.BOUND:
                     break
                 m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
             return 0
-        for i in range(n):
-            top = max(top, _step_sgd(variant, where, c, buffers, at, i, PLAIN))
+        for strip in range(0, n, m.STRIP):
+            _fetch(where, widths, at + strip)
+            for i in range(strip, min(strip + m.STRIP, n)):
+                top = max(top, _step_sgd(variant, where, c, buffers, at, i, PLAIN))
         return _hold(variant, where, at, n) if top >= INFINITY else 0
 
     return sgd
 
 
 def _lion_stage(layout: int, *variant: int) -> Callable[..., Any]:
+    widths = _widths(*variant)
+
     def lion(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         where, c, top = _where(addresses), _numbers(numbers), uint32(0)
         if layout:
             for _ in range(2):
-                for i in range(n // 2):
-                    top = max(top, _step_lion(variant, where, c, buffers, at, i, LOWER))
-                    top = max(top, _step_lion(variant, where, c, buffers, at, i, UPPER))
+                for strip in range(0, n // 2, m.STRIP // 2):
+                    _fetch(where, widths, at + 2 * strip)
+                    for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
+                        top = max(top, _step_lion(variant, where, c, buffers, at, i, LOWER))
+                        top = max(top, _step_lion(variant, where, c, buffers, at, i, UPPER))
                 if n % 2:
                     top = max(top, _step_lion(variant, where, c, buffers, at, n // 2, LAST))
                 if top < m.BOUND:
                     break
                 m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
             return 0
-        for i in range(n):
-            top = max(top, _step_lion(variant, where, c, buffers, at, i, PLAIN))
+        for strip in range(0, n, m.STRIP):
+            _fetch(where, widths, at + strip)
+            for i in range(strip, min(strip + m.STRIP, n)):
+                top = max(top, _step_lion(variant, where, c, buffers, at, i, PLAIN))
         return _hold(variant, where, at, n) if top >= INFINITY else 0
 
     return lion
