@@ -71,11 +71,14 @@ def random_key(seed: int | Tensor, step: _Word, tensor: _Word) -> _Word:
         step: how often the tensor was stepped, this step included; an int, or int64 numbers of many tensors.
         tensor: its number in the optimizer; likewise.
     """
-    key: Any = 0
-    for number in (seed, step, tensor):
-        for word in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
-            key = _mixed(key ^ word)
-    return key  # type: ignore[no-any-return]
+    return with_number(with_number(with_number(0, seed), step), tensor)  # type: ignore[no-any-return]
+
+
+def with_number(key: Any, number: Any) -> Any:
+    """A key that depends on one number more, of 64 bits."""
+    for word in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
+        key = _mixed(key ^ word)
+    return key
 
 
 def _mixed(word: _Word) -> _Word:

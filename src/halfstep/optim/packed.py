@@ -251,10 +251,11 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _rows(self) -> list[Row]:
         rows: list[Row] = []
+        members = self._members
         for index, group in enumerate(self.param_groups):
             asked = group["master"], group["moments"]
             for p in group["params"]:
-                member = self._members.get(p)
+                member = members.get(p)
                 if member is not None and (gradient := gradient_of(p)) is not None:
                     rows.append(self._row(index, asked, member, gradient))
         return rows

@@ -18,7 +18,7 @@ from halfstep.optim.keeping import Keeping
 from halfstep.optim.packed_options import DTYPES
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -31,9 +31,11 @@ class Member:
         keeping: its storages.
         order: of its memory, see :func:`keeping.memory_order`.
         slot: the parameter as executors see it.
-        kept: the tensors of its state, when the slot was made.
-        layout: dtype, shape and strides of the parameter then.
-        addresses: of it and of ``kept``.
+        kept: the tensors of its state, when the slot was made; the first counts its steps.
+        place: where the parameter was then.
+        device: that all of it is on.
+        addresses: of ``kept``.
+        is_plain: whether ``kept`` has no subclasses of tensors.
     """
 
     parameter: Tensor
@@ -42,13 +44,10 @@ class Member:
     order: tuple[int, ...] | None
     slot: Slot
     kept: list[Tensor]
-    layout: Layout
+    place: Place
+    device: torch.device
     addresses: list[int]
-
-    @property
-    def step(self) -> Tensor:
-        """How often it was stepped: 0-dim fp32."""
-        return self.kept[0]
+    is_plain: bool
 
     def is_present(self, state: Mapping[str, Tensor]) -> bool:
         """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
@@ -56,7 +55,8 @@ class Member:
         # Whoever frees a storage, or changes its size, moves it; one tensor less is not all there.
         if len(state) < len(kept) or not all(map(is_, state.values(), kept)):
             return False
-        return addresses_of([p, *kept]) == self.addresses and (p.dtype, p.shape, p.stride()) == self.layout
+        addresses = [t.data_ptr() for t in kept] if self.is_plain else addresses_of(kept)
+        return addresses == self.addresses and place_of(p) == self.place
 
 
 class Row(NamedTuple):
@@ -78,7 +78,8 @@ def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keepin
     order = keeping.memory_order(p)
     slot = keeping.slot_of(p, state, kept, order)
     own = [state[name] for name in keeping.names_of(kept)]
-    return Member(p, number, kept, order, slot, own, layout_of(p), addresses_of([p, *own]))
+    is_plain = all(type(t) in _PLAIN for t in own)
+    return Member(p, number, kept, order, slot, own, place_of(p), p.device, addresses_of(own), is_plain)
 
 
 def addresses_of(tensors: list[Tensor]) -> list[int]:
@@ -86,9 +87,10 @@ def addresses_of(tensors: list[Tensor]) -> list[int]:
     return [t.data_ptr() if type(t) in _PLAIN else t.untyped_storage()._cdata for t in tensors]
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    """Its dtype, shape and strides."""
-    return tensor.dtype, tensor.shape, tensor.stride()
+def place_of(p: Tensor) -> Place:
+    """Where a parameter is, and how: dtype, shape and strides."""
+    address = p.data_ptr() if type(p) in _PLAIN else p.untyped_storage()._cdata
+    return address, p.dtype, p.shape, p.stride()
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -99,13 +101,12 @@ def has_memory(tensor: Tensor) -> bool:
 
 def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Tensor:
     """The gradient in the order of its parameter's memory, if the rule can take it."""
-    p = member.parameter
     if gradient.layout is not torch.strided or gradient.dtype not in DTYPES:
-        raise refusals.bad_gradient(optimizer, p, gradient)
-    if gradient.shape != member.layout[1] or gradient.device != p.device:
-        raise refusals.gradient_of_another(p, gradient)
+        raise refusals.bad_gradient(optimizer, member.parameter, gradient)
+    if gradient.shape != member.place[2] or gradient.device != member.device:
+        raise refusals.gradient_of_another(member.parameter, gradient)
     if not has_memory(gradient) and is_dense(gradient):
-        raise refusals.freed("the gradient", p)
+        raise refusals.freed("the gradient", member.parameter)
     if gradient.requires_grad or gradient.is_neg():
         gradient = gradient.detach().resolve_neg()
     if member.order is not None:

@@ -21,7 +21,6 @@ from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.packed_members import Row
 
 _Groups = Sequence[Mapping[str, Any]]
-_FEW = 100  # parameters: Python's own integers are faster up to there than some fifty operations on tensors
 
 
 def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -42,28 +41,28 @@ def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Ten
 
 
 def _on_host(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
-    steps = [row.member.step.item() + 1.0 for row in rows]
+    steps = [row.member.kept[0].item() + 1.0 for row in rows]
     if not all(step >= 1.0 for step in steps):
         raise refusals.bad_step_counter(steps)
-    kinds = [(row.group, step) for row, step in zip(rows, steps, strict=True)]
+    kinds = [*zip([row.group for row in rows], steps, strict=True)]
     places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
     known = [_numbers(rule, groups[index], step, factor) for index, step in places]
     constants = torch.tensor(known, dtype=torch.float64, device="cpu")
     if bool(constants.isnan().any()):
         raise refusals.not_a_number(rule)
-    constants = finite(constants)[[places[kind] for kind in kinds]]
+    of_kind = torch.tensor([places[kind] for kind in kinds], device="cpu")
+    constants = finite(constants)[of_kind]
     if not any(row.member.slot.needs_chance for row in rows):
         return constants, torch.zeros(len(rows), dtype=torch.int64, device="cpu")
-    facts = [(groups[row.group]["seed"], int(step), row.member.number) for row, step in zip(rows, steps, strict=True)]
-    if len(rows) <= _FEW:
-        return constants, torch.tensor([storage.random_key(*fact) for fact in facts], device="cpu")
-    return constants, storage.random_key(*torch.tensor(facts, device="cpu").T)
+    keys = [storage.with_number(storage.with_number(0, groups[index]["seed"]), int(step)) for index, step in places]
+    tensors = torch.tensor([row.member.number for row in rows], device="cpu")
+    return constants, storage.with_number(torch.tensor(keys, device="cpu")[of_kind], tensors)
 
 
 def _on_device(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
     device = rows[0].member.parameter.device
     wide = torch.float64 if has_float64(device) else torch.float32
-    steps = torch.stack([row.member.step for row in rows]).to(wide) + 1.0
+    steps = torch.stack([row.member.kept[0] for row in rows]).to(wide) + 1.0
     parts, runs = [], _runs(rows)
     for (index, size), of_run in zip(runs, torch.split(steps, [size for _, size in runs]), strict=True):
         numbers = _numbers(rule, groups[index], of_run, factor)

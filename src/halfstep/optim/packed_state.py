@@ -26,7 +26,7 @@ from halfstep.kernels.storage import Master, Moment
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
 from halfstep.optim.keeping import MASTER, REST, SCALES, STEP
-from halfstep.optim.packed_members import has_memory, layout_of
+from halfstep.optim.packed_members import has_memory
 from halfstep.optim.packed_refusals import bad_state
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _weight_sum(p: Tensor) -> Tensor:
 
 def check_state(p: Tensor, member: Member, state: Mapping[str, Any]) -> None:
     """Refuse a parameter or a state that was exchanged for one that does not fit."""
-    dtype, shape, strides = member.layout
+    _, dtype, shape, strides = member.place
     device = member.slot.weight.device
     if (dtype, shape, strides, device) != (p.dtype, p.shape, p.stride(), p.device):
         was = f"{dtype}, {list(shape)} with strides {list(strides)} on {device}"
@@ -74,10 +74,14 @@ def check_state(p: Tensor, member: Member, state: Mapping[str, Any]) -> None:
         raise refusals.freed("the weight", p)
     for name, before in keeping.new_state(torch.empty_like(p, device="meta"), member.keeping).items():
         value = state.get(name)
-        if isinstance(value, Tensor) and layout_of(value) == layout_of(before) and not has_memory(value):
+        if isinstance(value, Tensor) and _layout(value) == _layout(before) and not has_memory(value):
             raise refusals.freed(name, p)
-        if not isinstance(value, Tensor) or layout_of(value) != layout_of(before) or value.device != p.device:
+        if not isinstance(value, Tensor) or _layout(value) != _layout(before) or value.device != p.device:
             raise refusals.bad_value(p, name, value)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

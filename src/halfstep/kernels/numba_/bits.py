@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from halfstep.kernels.numba_.compiling import inner
+
 _FLOAT, _HALF, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 
 MAGNITUDE = numba.uint32(0x7FFFFFFF)
@@ -173,13 +175,13 @@ def clamp(context: Any, value: Any, largest: Any) -> Any:
     return types.float32(types.float32, types.float32), generate
 
 
-@numba.njit(nogil=True)
+@inner
 def bf16_to_float(half: Any) -> Any:
     """The value of a bf16 pattern, exactly."""
     return float_of(numba.uint32(half) << _SIXTEEN)
 
 
-@numba.njit(nogil=True)
+@inner
 def bits_to_bf16(bits: Any) -> Any:
     """The nearest bf16 pattern of an fp32 pattern, ties away from zero, infinity beyond the largest."""
     return numba.uint16((bits + _HALF_UNIT) >> _SIXTEEN)

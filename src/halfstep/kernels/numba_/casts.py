@@ -35,7 +35,7 @@ from halfstep.kernels.numba_.bits import (
     has_fp16,
     pointer,
 )
-from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.compiling import compiled, inner
 from halfstep.kernels.numba_.loops import Table, has_plain_memory, share_out
 
 _BLOCK = 2048  # elements whose largest magnitude is asked for: small enough to be in the first cache for a second pass
@@ -156,7 +156,7 @@ def _rounding(is_bf16: bool) -> Callable[..., Any]:
     return rounding
 
 
-@numba.njit(nogil=True)
+@inner
 def _round_block_to_bf16(half: Any, wide: Any) -> int:
     largest = uint32(0)
     for i in range(half.size):
@@ -176,7 +176,7 @@ def _round_block_to_bf16(half: Any, wide: Any) -> int:
     return num_saturated
 
 
-@numba.njit(nogil=True)
+@inner
 def _round_block_to_fp16(half: Any, wide: Any) -> int:
     largest = uint32(0)
     for i in range(half.size):

@@ -24,6 +24,13 @@ import numba
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
+def inner(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function that only compiled ones call: without the ways in for Python and C, in half the time."""
+    if function is None:
+        return functools.partial(inner, **options)
+    return numba.njit(**OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+
+
 @functools.cache
 def cache_folder() -> Path:
     """Where the code compiled from these very sources is kept."""

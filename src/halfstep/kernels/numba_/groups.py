@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import int8, int32, uint8, uint16, uint32
 
 from halfstep.kernels import storage
 from halfstep.kernels.numba_ import memory as m
 from halfstep.kernels.numba_.bits import F32, I8, U16, float_of, largest_magnitude, load, store
+from halfstep.kernels.numba_.compiling import inner
 from halfstep.kernels.numba_.memory import (
     FIRST,
     FIRST_SCALES,
@@ -27,7 +27,6 @@ from halfstep.kernels.numba_.memory import (
 from halfstep.kernels.storage import GROUP
 
 V = Any
-_jit = numba.njit(nogil=True, error_model="numpy")
 
 _U15, _UP = uint32(15), uint32(0x7FFF)
 _SMALLEST_SCALE, _LARGEST_SCALE = uint32(storage.SMALLEST_SCALE), uint32(storage.LARGEST_SCALE)
@@ -38,26 +37,26 @@ _ELEVEN = uint32(0xFFE00000)  # the upper 11 of 32 random bits
 # ---- geometry -------------------------------------------------------------------------------------------------------
 
 
-@_jit
+@inner
 def group_start(element: V, row: V) -> V:
     """The first element of the group that ``element`` lies in, where groups start anew in every row."""
     column = element % row
     return element - column + (column // GROUP) * GROUP
 
 
-@_jit
+@inner
 def _group_index(start: V, row: V) -> V:
     """The number of the group that starts at an element."""
     return (start // row) * ((row + GROUP - 1) // GROUP) + (start % row) // GROUP
 
 
-@_jit
+@inner
 def _length(start: V, at: V, n: V, row: V) -> V:
     """Of the group that starts at an element of the block: rows end inside it."""
     return min(GROUP, row - (at + start) % row, n - start)
 
 
-@_jit
+@inner
 def _scale_of(bits: V) -> V:
     return float_of(uint32(uint32(bits) << _U15))
 
@@ -65,7 +64,7 @@ def _scale_of(bits: V) -> V:
 # ---- read -----------------------------------------------------------------------------------------------------------
 
 
-@_jit
+@inner
 def read_first(codes: V, scales: V, at: V, n: V, row: V, values: V) -> None:
     """Decode a block into its buffer."""
     group = _group_index(at, row)
@@ -81,7 +80,7 @@ def read_first(codes: V, scales: V, at: V, n: V, row: V, values: V) -> None:
         start, group = start + length, group + 1
 
 
-@_jit
+@inner
 def read_second(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V) -> None:
     """Decode a block into its buffer."""
     group = _group_index(at, row)
@@ -100,14 +99,14 @@ def read_second(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V) -
         start, group = start + length, group + 1
 
 
-@_jit
+@inner
 def _decode_first(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
     for i in range(n):
         code = np.float32(load(FIRST, I8, codes, at + i))
         store(NEXT_FIRST, F32, values, start + i, code / (_254 - abs(code)) * unit)
 
 
-@_jit
+@inner
 def _decode_second(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
     for i in range(n):
         root = np.float32(int32(uint8(load(SECOND, I8, codes, at + i)))) * unit
@@ -119,7 +118,7 @@ def _decode_second(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
 # All scales of a block first, then all codes: what is found in a register of eight takes its time to be one number.
 
 
-@_jit
+@inner
 def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, chance: V) -> None:
     """A block's scales, then its codes."""
     group = _group_index(at, row)
@@ -140,7 +139,7 @@ def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, c
         start, group = start + length, group + 1
 
 
-@_jit
+@inner
 def write_second(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, chance: V) -> None:
     """A block's scales, then its codes, from its roots."""
     group = _group_index(at, row)
@@ -163,7 +162,7 @@ def write_second(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, 
         start, group = start + length, group + 1
 
 
-@_jit
+@inner
 def _put_scale(role: V, scales: V, group: V, top: V) -> V:
     """Write the scale of a group whose largest magnitude has a pattern; its value."""
     bits = min(max(uint32(uint32(top + _UP) >> _U15), _SMALLEST_SCALE), _LARGEST_SCALE)
@@ -171,7 +170,7 @@ def _put_scale(role: V, scales: V, group: V, top: V) -> V:
     return _scale_of(bits)
 
 
-@_jit
+@inner
 def _encode_first(codes: V, at: V, values: V, start: V, unit: V, n: V, chance: V) -> None:
     for i in range(n):
         value = load(NEXT_FIRST, F32, values, start + i)
@@ -181,7 +180,7 @@ def _encode_first(codes: V, at: V, values: V, start: V, unit: V, n: V, chance: V
         store(FIRST, I8, codes, at + i, int8(int32(code + up) - int32(128)))
 
 
-@_jit
+@inner
 def _encode_second(codes: V, at: V, values: V, start: V, factor: V, n: V, chance: V) -> None:
     for i in range(n):
         root = load(NEXT_SECOND, F32, values, start + i)

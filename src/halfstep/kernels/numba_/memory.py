@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import int8, int16, int32, uint16, uint32
 
@@ -39,10 +38,10 @@ from halfstep.kernels.numba_.bits import (
     prefetch,
     store,
 )
+from halfstep.kernels.numba_.compiling import inner
 from halfstep.kernels.storage import BF16_BOUND, Master, Moment
 
 V = Any
-_jit = numba.njit(nogil=True, error_model="numpy")
 
 # What a tensor's row of addresses holds; roles of memory.
 WEIGHT, REST, GRADIENT, FIRST, SECOND, FIRST_SCALES, SECOND_SCALES, STEP = range(8)
@@ -78,7 +77,7 @@ _AHEAD = 512  # elements, of all that is read: a few of the pages of memory befo
 _LINE = 64  # bytes
 
 
-@_jit
+@inner
 def fetch(address: V, width: V, at: V) -> None:
     """Ask for the part of a tensor that is read a few strips later, as long as it is a strip."""
     start = address + (at + _AHEAD) * width
@@ -86,13 +85,13 @@ def fetch(address: V, width: V, at: V) -> None:
         prefetch(start + ahead)
 
 
-@_jit
+@inner
 def buffer(buffers: V, role: V) -> V:
     """The address of a buffer."""
     return buffers + 4 * BLOCK * (role - NEXT_WEIGHT)
 
 
-@_jit
+@inner
 def place(i: V, part: V) -> V:
     """Where in a buffer an element is: ``i`` counts elements, or pairs."""
     return i + _HALF_BLOCK if part == UPPER else i
@@ -102,7 +101,7 @@ def place(i: V, part: V) -> V:
 
 
 def _pattern_of(role: int) -> Callable[..., Any]:
-    @_jit
+    @inner
     def pattern(address: V, at: V, i: V, part: V) -> V:
         """A bf16 element as an fp32 pattern."""
         if part == LOWER:
@@ -118,7 +117,7 @@ _weight_pattern, _gradient_pattern = _pattern_of(WEIGHT), _pattern_of(GRADIENT)
 _first_pattern, _second_pattern = _pattern_of(FIRST), _pattern_of(SECOND)
 
 
-@_jit
+@inner
 def gradient_at(dtype: V, address: V, at: V, i: V, part: V) -> V:
     """An element of a gradient in fp32."""
     if dtype == FP32:
@@ -128,7 +127,7 @@ def gradient_at(dtype: V, address: V, at: V, i: V, part: V) -> V:
     return float_of(_gradient_pattern(address, at, i, part))
 
 
-@_jit
+@inner
 def first_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
     """An element of the first moment; that of a group has been decoded into its buffer."""
     if kind == MOMENT_NONE:
@@ -140,7 +139,7 @@ def first_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
     return load(NEXT_FIRST, F32, buffer(buffers, NEXT_FIRST), i)
 
 
-@_jit
+@inner
 def second_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
     """The same for the second."""
     if kind == MOMENT_FP32:
@@ -150,24 +149,24 @@ def second_at(kind: V, address: V, buffers: V, at: V, i: V, part: V) -> V:
     return load(NEXT_SECOND, F32, buffer(buffers, NEXT_SECOND), i)
 
 
-@_jit
+@inner
 def _exponent_fp16(half: V) -> V:
     return max(uint32((uint32(half) >> uint32(10)) & uint32(0x1F)), uint32(1))
 
 
-@_jit
+@inner
 def ulp_fp16(half: V) -> V:
     """The step to the next fp16 number."""
     return float_of(uint32(_exponent_fp16(half) + uint32(127 - 25)) << uint32(23))
 
 
-@_jit
+@inner
 def _per_ulp_fp16(half: V) -> V:
     """One divided by it: a power of two, so that the product is the quotient."""
     return float_of(uint32(uint32(127 + 25) - _exponent_fp16(half)) << uint32(23))
 
 
-@_jit
+@inner
 def _saturated(bits: V) -> V:
     """An fp32 pattern whose nearest bf16 number is finite; NaN stays."""
     magnitude = uint32(bits & MAGNITUDE)
@@ -175,7 +174,7 @@ def _saturated(bits: V) -> V:
     return uint32((bits & _SIGN) | held)
 
 
-@_jit
+@inner
 def _joined(high: V, low: V) -> V:
     """A bf16 weight's pattern and its rest as one number; see ``storage.join``."""
     magnitude = int32(uint32(high & MAGNITUDE))
@@ -184,13 +183,13 @@ def _joined(high: V, low: V) -> V:
     return float_of(uint32(high + uint32(low)))
 
 
-@_jit
+@inner
 def _joined_pair(high: V, low: V) -> V:
     """The same without a look at what somebody else may have written: then it is not below BF16_BOUND."""
     return float_of(uint32(high + uint32(low)))
 
 
-@_jit
+@inner
 def mend_rests(weight: V, rest: V, at: V, n: V) -> None:
     """Clear rests beside which a weight is no number: those below a 0, beside an infinity and a NaN."""
     for i in range(at, at + n):
@@ -200,7 +199,7 @@ def mend_rests(weight: V, rest: V, at: V, n: V) -> None:
             store(REST, I16, rest, i, int16(0))
 
 
-@_jit
+@inner
 def _rest16_at(rest: V, at: V, i: V, part: V) -> V:
     if part == LOWER:
         return int32(uint32(load(REST, PAIR, rest + 2 * at, i) << _U16)) >> _16
@@ -209,7 +208,7 @@ def _rest16_at(rest: V, at: V, i: V, part: V) -> V:
     return int32(load(REST, I16, rest + 2 * at, 2 * i if part == LAST else i))
 
 
-@_jit
+@inner
 def _bf16_master_at(storage: V, weight: V, rest: V, at: V, i: V, part: V) -> V:
     pattern = _weight_pattern(weight, at, i, part)
     if storage == MASTER_FP32:
@@ -224,7 +223,7 @@ def _bf16_master_at(storage: V, weight: V, rest: V, at: V, i: V, part: V) -> V:
     return float_of(pattern)
 
 
-@_jit
+@inner
 def _fp16_master_at(storage: V, weight: V, rest: V, at: V, i: V) -> V:
     half = load(WEIGHT, U16, weight, at + i)
     value = fp16_to_float(half)
@@ -239,7 +238,7 @@ def _fp16_master_at(storage: V, weight: V, rest: V, at: V, i: V) -> V:
     return value
 
 
-@_jit
+@inner
 def master_at(dtype: V, storage: V, weight: V, rest: V, at: V, i: V, part: V) -> V:
     """An element of a parameter, with all the bits that are kept of it."""
     if dtype == FP32:
@@ -252,13 +251,13 @@ def master_at(dtype: V, storage: V, weight: V, rest: V, at: V, i: V, part: V) ->
 # ---- written, by blocks ---------------------------------------------------------------------------------------------
 
 
-@_jit
+@inner
 def magnitude_of(value: V) -> V:
     """The pattern of a value without its sign: it grows with the value, and NaN is above all."""
     return uint32(bits_of(value) & MAGNITUDE)
 
 
-@_jit
+@inner
 def _held(value: V) -> V:
     """A value with the largest number for infinity; NaN stays."""
     value = _LARGEST if value > _LARGEST else value
@@ -266,7 +265,7 @@ def _held(value: V) -> V:
 
 
 def _hold_memory(role: int) -> Callable[..., Any]:
-    @_jit
+    @inner
     def hold(address: V, at: V, n: V) -> int:
         """Saturate fp32 numbers where they are; how many were too large."""
         num_saturated = 0
@@ -283,7 +282,7 @@ hold_weight, hold_first, hold_second = _hold_memory(WEIGHT), _hold_memory(FIRST)
 
 
 def _clamp_buffer(role: int) -> Callable[..., Any]:
-    @_jit
+    @inner
     def clamp(values: V, n: V, limit: V, bound: V) -> int:
         """Clamp all of a buffer that may be in use to a magnitude; how many are not below the bound."""
         num_saturated = 0
@@ -301,7 +300,7 @@ def _clamp_buffer(role: int) -> Callable[..., Any]:
 _clamp_weights, _clamp_firsts, _clamp_seconds = map(_clamp_buffer, (NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND))
 
 
-@_jit
+@inner
 def write_fp32(values: V, address: V, at: V, n: V) -> int:
     """An fp32 weight from its buffer; how many values were saturated."""
     top = uint32(0)
@@ -312,7 +311,7 @@ def write_fp32(values: V, address: V, at: V, n: V) -> int:
     return hold_weight(address, at, n) if top >= INFINITY else 0
 
 
-@_jit
+@inner
 def write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V, at: V, n: V, chance: V) -> int:
     """A 16-bit weight and what is kept beside it; how many values were saturated."""
     if storage == MASTER_FP32:
@@ -336,7 +335,7 @@ def write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V,
     return num_saturated
 
 
-@_jit
+@inner
 def _write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V, at: V, n: V, chance: V) -> V:
     """Without care; the largest magnitude, as a pattern."""
     top = uint32(0)
@@ -354,7 +353,7 @@ def _write_weight(dtype: V, storage: V, layout: V, values: V, weight: V, rest: V
     return top
 
 
-@_jit
+@inner
 def _next_up(storage: V, bits: V, chance: V, i: V) -> V:
     """A pattern whose upper half is the bf16 weight."""
     if storage == STOCHASTIC:
@@ -362,7 +361,7 @@ def _next_up(storage: V, bits: V, chance: V, i: V) -> V:
     return uint32(bits + _HALF16)
 
 
-@_jit
+@inner
 def _write_pair(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: V) -> V:
     lower = bits_of(load(NEXT_WEIGHT, F32, values, i))
     upper = bits_of(load(NEXT_WEIGHT, F32, values, i + _HALF_BLOCK))
@@ -373,7 +372,7 @@ def _write_pair(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: 
     return max(uint32(lower & MAGNITUDE), uint32(upper & MAGNITUDE))
 
 
-@_jit
+@inner
 def _write_bf16(storage: V, values: V, weight: V, rest: V, at: V, i: V, j: V, chance: V) -> V:
     """Element ``j`` from place ``i``."""
     bits = bits_of(load(NEXT_WEIGHT, F32, values, i))
@@ -389,7 +388,7 @@ def _write_bf16(storage: V, values: V, weight: V, rest: V, at: V, i: V, j: V, ch
     return uint32(bits & MAGNITUDE)
 
 
-@_jit
+@inner
 def _write_fp16(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: V) -> V:
     value = load(NEXT_WEIGHT, F32, values, i)
     if storage == STOCHASTIC:
@@ -406,7 +405,7 @@ def _write_fp16(storage: V, values: V, weight: V, rest: V, at: V, i: V, chance: 
     return magnitude_of(value)
 
 
-@_jit
+@inner
 def _by_chance_to_fp16(value: V, chance: V) -> V:
     magnitude = min(abs(value), _FP16_LARGEST)
     code = float_to_fp16(magnitude)
@@ -423,7 +422,7 @@ def _by_chance_to_fp16(value: V, chance: V) -> V:
 _STEP = uint32(0x9E3779B1)
 
 
-@_jit
+@inner
 def _mixed(word: V) -> V:
     word = uint32(word ^ (word >> uint32(16)))
     word = uint32(word * uint32(0x7FEB352D))
@@ -432,7 +431,7 @@ def _mixed(word: V) -> V:
     return uint32(word ^ (word >> uint32(16)))
 
 
-@_jit
+@inner
 def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
     """32 random bits for each element; see ``storage.random_bits``."""
     word = uint32(uint32(index) * _STEP)
@@ -447,24 +446,24 @@ def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
             word = uint32(word + _STEP)
 
 
-@_jit
+@inner
 def first_word(chance: V, i: V) -> V:
     """An element's random bits for its first moment; the upper ones are used."""
     return uint32(load(CHANCE, U32, chance, i) * _STEP)
 
 
-@_jit
+@inner
 def second_word(chance: V, i: V) -> V:
     """Others, for its second moment."""
     return load(CHANCE, U32, chance, i)
 
 
 def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], word_of: Callable[..., Any]) -> Any:
-    @_jit
+    @inner
     def chance_of(chance: V, i: V) -> V:
         return uint32(word_of(chance, i) >> _U16)
 
-    @_jit
+    @inner
     def write_once(layout: V, values: V, address: V, at: V, n: V, chance: V) -> V:
         top = uint32(0)
         if layout:
@@ -484,7 +483,7 @@ def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], word_of: 
             store(role, U16, address + 2 * at, i + ahead, uint16(uint32(bits + chance_of(chance, i)) >> _U16))
         return top
 
-    @_jit
+    @inner
     def write(layout: V, values: V, address: V, at: V, n: V, chance: V) -> None:
         """Stochastic rounding of a moment to bf16."""
         if write_once(layout, values, address, at, n, chance) > _CHANCE_LIMIT:

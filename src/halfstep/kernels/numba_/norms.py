@@ -14,20 +14,21 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from halfstep._compat import is_dense
-from halfstep.kernels.numba_.bits import bf16_to_float, fp16_to_float, has_fp16, pointer, prefetch
-from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.bits import F32, U16, bf16_to_float, fp16_to_float, has_fp16, load, prefetch
+from halfstep.kernels.numba_.compiling import compiled, inner
 from halfstep.kernels.numba_.loops import Table, has_plain_memory
 
 _BLOCK = 512  # elements
-_AHEAD = 4096  # bytes: the next page or two
+_AHEAD = 4096  # bytes: a page
 _LINE = 64
 # What fp32 drops of squares below its smallest number is less than 2**-24 of a sum from here on.
 _TRUSTED = np.float32(2.0**-90)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FP32, _BF16, _ = range(3)  # their places
+_GRADIENT = 0  # the role of all that is read
 
 
 def is_served(gradient: Tensor) -> bool:
@@ -63,37 +64,37 @@ def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[float]:
     return norms
 
 
+@inner
+def _value(dtype: Any, address: Any, i: Any) -> Any:
+    if dtype == _FP32:
+        return load(_GRADIENT, F32, address, i)
+    if dtype == _BF16:
+        return bf16_to_float(load(_GRADIENT, U16, address, i))
+    return fp16_to_float(load(_GRADIENT, U16, address, i))
+
+
+@inner(fastmath={"reassoc"})  # NaN and infinities stay what they are
+def _sum(dtype: Any, address: Any, size: Any) -> Any:
+    total = np.float32(0)
+    for i in range(size):
+        value = _value(dtype, address, i)
+        total += value * value
+    return total
+
+
+@inner
+def _careful_sum(dtype: Any, address: Any, size: Any) -> Any:
+    total = 0.0
+    for i in range(size):
+        value = np.float64(_value(dtype, address, i))
+        total += value * value
+    return total
+
+
 @functools.cache
 def _squares(dtype: int) -> Callable[..., Any]:
-    @numba.njit(nogil=True, fastmath={"reassoc"})  # NaN and infinities stay what they are
-    def sum_of_block(address: Any, size: Any) -> Any:
-        total = np.float32(0)
-        if dtype == 0:
-            wide = carray(pointer(address), size, np.float32)
-            for i in range(size):
-                total += wide[i] * wide[i]
-        else:
-            half = carray(pointer(address), size, np.uint16)
-            for i in range(size):
-                value = bf16_to_float(half[i]) if dtype == 1 else fp16_to_float(half[i])
-                total += value * value
-        return total
-
-    @numba.njit(nogil=True)
-    def careful_sum(address: Any, size: Any) -> Any:
-        total = 0.0
-        if dtype == 0:
-            wide = carray(pointer(address), size, np.float32)
-            for i in range(size):
-                total += np.float64(wide[i]) * np.float64(wide[i])
-        else:
-            half = carray(pointer(address), size, np.uint16)
-            for i in range(size):
-                value = np.float64(bf16_to_float(half[i]) if dtype == 1 else fp16_to_float(half[i]))
-                total += value * value
-        return total
-
-    width = 4 if dtype == 0 else 2
+    """One loop for each dtype. (What it closes over are numbers: numba would not find again what was compiled else.)"""
+    width = 4 if dtype == _FP32 else 2
 
     @compiled(numba.njit)
     def squares(addresses: Any, sizes: Any, start: int, stop: int, firsts: Any, sums: Any) -> int:
@@ -107,9 +108,9 @@ def _squares(dtype: int) -> Callable[..., Any]:
                 address, length = addresses[tensor, 0] + width * block * _BLOCK, min(_BLOCK, size - block * _BLOCK)
                 for ahead in range(0, length * width, _LINE):
                     prefetch(address + _AHEAD + ahead)
-                total = sum_of_block(address, length)
+                total = _sum(dtype, address, length)
                 is_trusted = _TRUSTED <= total < np.float32(np.inf)
-                sums[firsts[tensor] + block] = total if is_trusted else careful_sum(address, length)
+                sums[firsts[tensor] + block] = total if is_trusted else _careful_sum(dtype, address, length)
             base += size
         return 0
 

@@ -30,7 +30,7 @@ from halfstep.kernels import rules
 from halfstep.kernels.numba_ import groups
 from halfstep.kernels.numba_ import memory as m
 from halfstep.kernels.numba_.bits import F32, INFINITY, load, pointer, store
-from halfstep.kernels.numba_.compiling import compiled
+from halfstep.kernels.numba_.compiling import compiled, inner
 from halfstep.kernels.numba_.memory import (
     BEFORE,
     CHANCE,
@@ -59,11 +59,10 @@ NUM_CONSTANTS = 10  # the factor on the gradient, and those of the rule that has
 _CAP, _NAN = np.float32(GRADIENT_CAP), np.float32(np.nan)
 _LARGEST_ROOT = np.sqrt(np.finfo(np.float32).max)
 _FP32, _BF16, _INT8 = m.MOMENT_FP32, m.MOMENT_BF16, m.MOMENT_INT8
-_jit = numba.njit(nogil=True, error_model="numpy")
-_adam, _sgd, _lion = _jit(rules.adam), _jit(rules.sgd), _jit(rules.lion)
+_adam, _sgd, _lion = inner(rules.adam), inner(rules.sgd), inner(rules.lion)
 
 
-@_jit
+@inner
 def _entry(table: V, place: V) -> V:
     return numba.carray(pointer(table), 8, np.int64)[place]
 
@@ -71,35 +70,35 @@ def _entry(table: V, place: V) -> V:
 # ---- the rules ------------------------------------------------------------------------------------------------------
 
 
-@_jit
+@inner
 def _sqrt(x: V) -> V:
     return np.sqrt(x)
 
 
-@_jit
+@inner
 def _divide(x: V, y: V) -> V:
     return x / y
 
 
-@_jit
+@inner
 def _sign(x: V) -> V:
     return np.float32(x > 0) - np.float32(x < 0)
 
 
-@_jit
+@inner
 def _gradient(dtype: V, address: V, at: V, i: V, part: V, multiplier: V) -> V:
     value = m.gradient_at(dtype, address, at, i, part) * multiplier
     value = _CAP if value > _CAP else value  # in this way NaN stays
     return -_CAP if value < -_CAP else value
 
 
-@_jit
+@inner
 def _before(storage: V, part: V, weight: V) -> V:
     """What tells of a rest beside which a weight is no number."""
     return m.magnitude_of(weight) if storage == m.SPLIT and part != PLAIN else uint32(0)
 
 
-@_jit
+@inner
 def _put_weight(is_direct: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
     """Where a new weight goes: into its memory if that is all, else into its buffer. What was written, as a pattern."""
     if is_direct:
@@ -109,7 +108,7 @@ def _put_weight(is_direct: V, address: V, buffers: V, at: V, i: V, part: V, valu
     return uint32(0)
 
 
-@_jit
+@inner
 def _put_first(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
     if kind == _FP32:
         store(FIRST, F32, address, at + i, value)
@@ -119,7 +118,7 @@ def _put_first(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V) 
     return uint32(0)
 
 
-@_jit
+@inner
 def _put_second(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V) -> V:
     if kind == _FP32:
         store(SECOND, F32, address, at + i, value)
@@ -130,7 +129,7 @@ def _put_second(kind: V, address: V, buffers: V, at: V, i: V, part: V, value: V)
     return uint32(0)
 
 
-@_jit
+@inner
 def _hold(variant: V, where: V, at: V, n: V) -> int:
     """Saturate what a rule has written to memory; how many weights were."""
     weight, _, _, firsts, seconds = where
@@ -141,7 +140,7 @@ def _hold(variant: V, where: V, at: V, n: V) -> int:
     return m.hold_weight(weight, at, n) if variant[5] else 0
 
 
-@_jit
+@inner
 def _step_adam(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
     """One element; the largest magnitude of what was written to memory, as a pattern."""
     gradient_dtype, dtype, storage, first_kind, second_kind, is_direct = variant
@@ -158,7 +157,7 @@ def _step_adam(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> 
     return max(top, _put_second(second_kind, seconds, buffers, at, i, part, second))
 
 
-@_jit
+@inner
 def _step_sgd(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
     gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
     weight, rest, gradient, firsts, _ = where
@@ -171,7 +170,7 @@ def _step_sgd(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V
     return max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
 
 
-@_jit
+@inner
 def _step_lion(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
     gradient_dtype, dtype, storage, first_kind, _, is_direct = variant
     weight, rest, gradient, firsts, _ = where
@@ -184,13 +183,13 @@ def _step_lion(variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> 
     return max(top, _put_first(first_kind, firsts, buffers, at, i, part, first))
 
 
-@_jit
+@inner
 def _where(addresses: V) -> V:
     weight, rest, gradient = _entry(addresses, WEIGHT), _entry(addresses, REST), _entry(addresses, GRADIENT)
     return weight, rest, gradient, _entry(addresses, FIRST), _entry(addresses, SECOND)
 
 
-@_jit
+@inner
 def _numbers(numbers: V) -> V:
     """The factor on the gradient and the rule's constants."""
     c = numba.carray(pointer(numbers), NUM_CONSTANTS, np.float32)
@@ -207,7 +206,7 @@ def _widths(
     return weight, rest, gradient, moments[first_kind], moments[second_kind]
 
 
-@_jit
+@inner
 def _fetch(where: V, widths: V, at: V) -> None:
     m.fetch(where[0], widths[0], at)
     m.fetch(where[1], widths[1], at)
