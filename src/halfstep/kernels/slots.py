@@ -44,6 +44,7 @@ class Slot:
         moments: in the order of the rule's arguments.
         index: of the first element in the whole tensor, if this is a shard of it.
         step: 0-dim fp32, how often it was stepped: counted by the executor, which knows. None if nobody asks.
+        prepared: for turns of this slot alone, see :class:`Turn`.
     """
 
     weight: Tensor
@@ -52,6 +53,7 @@ class Slot:
     moments: tuple[Kept, ...]
     index: int = 0
     step: Tensor | None = None
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         # Compiled loops pair elements by address: another order or size would be wrong in silence, or worse.

@@ -318,6 +318,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _prepared(self, device: torch.device, slots: list[Slot]) -> dict[str, Any]:
         """What its executor knows of a device's slots since the last turn, if they are the same."""
+        if len(slots) == 1:  # one after the other, where gradients are released
+            return slots[0].prepared
         before, prepared = self._last_slots.get(device, ([], {}))
         if before == slots:  # by identity
             return prepared
