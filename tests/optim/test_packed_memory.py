@@ -38,7 +38,7 @@ def test_a_weight_whose_storage_is_freed(executor, size, is_first):
     assert optimizer.state[p]["step"] == float(not is_first)
 
 
-@pytest.mark.parametrize("name", ["rest", "exp_avg", "exp_avg_sq", "exp_avg_scales"])
+@pytest.mark.parametrize("name", ["rest", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales"])
 @pytest.mark.parametrize("how", ["storage", "resize", "data", "dtype"])
 def test_a_state_that_is_changed_in_place(executor, name, how):
     p, optimizer = make(executor, moments="int8")
@@ -105,7 +105,7 @@ def test_a_saved_state_whose_memory_is_gone(executor):
     _, optimizer = make(executor, moments="int8")
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["exp_avg"].untyped_storage().resize_(0)
+    saved["state"][0]["exp_avg_codes"].untyped_storage().resize_(0)
     with pytest.raises(StateError, match="was freed"):
         optimizer.load_state_dict(saved)
 

@@ -12,7 +12,15 @@ from torch import nn
 
 import halfstep
 from halfstep import fp32_state_dict
-from halfstep.errors import ArgumentError, CallOrderError, HalfstepError, PrecisionWarning, StateError, UnsupportedError
+from halfstep.errors import (
+    ArgumentError,
+    CallOrderError,
+    HalfstepError,
+    PrecisionWarning,
+    SkippedStepWarning,
+    StateError,
+    UnsupportedError,
+)
 from halfstep.optim import SGD, Adam, AdamW, Lion
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -95,12 +103,21 @@ def test_hyperparameters_out_of_range(cls, name, value):
             (ArgumentError, {"clip_norm": value}, ("clip_norm=", "positive and finite"))
             for value in (0, -1.0, NAN, INF, "1", [1.0], True)
         ),
-        (ArgumentError, {"policy": "bf16-mixed"}, ("its weights are fp32", "bf16-master")),
+        (ArgumentError, {"policy": "bf16-mixed"}, ('policy="bf16-mixed"', "true: its weights are fp32", "bf16-master")),
+        (ArgumentError, {"policy": "bf16"}, ('policy="bf16"\n', 'it means "bf16-mixed", whose weights are fp32')),
+        (ArgumentError, {"policy": BF16}, ('policy="torch.bfloat16"', 'it means "bf16-mixed"')),
         (ArgumentError, {"policy": "fp32"}, ("its weights are fp32",)),
         (ArgumentError, {"policy": "nonsense"}, ()),
         (ArgumentError, {"policy": "bf16-master,master=split8", "master": "split"}, ("say it once",)),
         (ArgumentError, {"policy": "bf16-master,moments=int8", "moments": "bf16"}, ("say it once",)),
-        (ArgumentError, {"policy": "bf16-master", "master": "none"}, ("names another storage for the master",)),
+        (
+            ArgumentError,
+            {"policy": "bf16-master", "master": "none"},
+            ('pass policy="bf16-true" if you want no masters',),
+        ),
+        (ArgumentError, {"policy": "O2", "master": "none"}, ('policy="O2" with', 'pass policy="fp16-true"')),
+        (ArgumentError, {"master": "split"}, ("AdamW(master='split')", "all of its weights are fp32", "bf16-master")),
+        (ArgumentError, {"master": "stochastic"}, ("own masters", "leave master out")),
         (UnsupportedError, {"amsgrad": True}, ("MasterWeights(torch.optim.AdamW(",)),
         (UnsupportedError, {"differentiable": True}, ("rounding has no derivative",)),
     ],
@@ -115,6 +132,59 @@ def test_options_that_cannot_be(error, options, texts):
 
     refused(error, build, *texts)
     assert same(p.detach(), before)
+
+
+@pytest.mark.filterwarnings("ignore:bf16-true keeps no masters")
+def test_a_policy_without_masters_has_none():
+    refused(ArgumentError, lambda: AdamW([param()], policy="bf16-true", master="split"), 'policy="bf16-master"')
+    assert "rest" not in AdamW([p := param()], policy="bf16-true", master="none").state[p]
+
+
+def test_masters_are_refused_where_all_weights_stay_fp32():
+    p, half = param(), param(dtype=BF16)
+    refused(ArgumentError, lambda: AdamW([{"params": [p], "master": "split8"}, {"params": [half]}]), "in a parameter")
+    optimizer = AdamW([half])
+    before = everything(optimizer)
+    refused(ArgumentError, lambda: optimizer.add_param_group({"params": p, "master": "fp32"}), "master='fp32' in a")
+    assert same(everything(optimizer), before)
+    for master in ("fp32", "split", "split8", "stochastic"):
+        both = AdamW([{"params": [param()]}, {"params": [param(dtype=BF16)]}], master=master)
+        both.add_param_group({"params": [param()]})  # the default of all groups holds where it can
+    AdamW([param()]).add_param_group({"params": [param()]})  # nobody has asked
+    AdamW([param()], master="none")  # which is so
+    AdamW(
+        [param(), nn.Parameter(torch.ones(3, dtype=FP16), requires_grad=False)], master="split8"
+    )  # may be trained yet
+    copy.deepcopy(AdamW([p])).load_state_dict(AdamW([p]).state_dict())
+
+
+TYPOS = {
+    "momets": "moments", "mastr": "master", "sed": "seed", "weight_decya": "weight_decay", "beta": "betas", "LR": "lr",
+    "weightdecay": "weight_decay", "clip_nrom": "clip_norm", "polcy": "policy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_misspelled_option_of_a_group(typo):
+    group = {"params": [p := param(4, 40)], typo: 1.0}
+    texts = f"{typo!r} in a parameter group of AdamW", f"write {TYPOS[typo]!r}"
+    refused(ArgumentError, lambda: AdamW([group], policy="bf16-master"), *texts)
+    assert p.dtype == FP32
+    optimizer = AdamW([param()])
+    refused(ArgumentError, lambda: optimizer.add_param_group(group), *texts)
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+
+
+def test_a_group_may_have_keys_of_its_own():
+    own = {"lr_scale": 0.5, "layer": 3, "name": "head", "initial_lr": 0.1, "weight_decay_mult": 0.0, "lr0": 1.0, 7: 8}
+    own |= {"max_momentum": 0.95, "base_momentum": 0.85, "swa_lr": 0.1}
+    for cls in (AdamW, Adam, SGD, Lion):
+        optimizer = cls([{"params": [param()], **own}])
+        assert own.items() <= optimizer.param_groups[0].items()
+        again = cls(optimizer.param_groups)
+        torch.optim.lr_scheduler.OneCycleLR(again, 0.1, 10, cycle_momentum=cls is not SGD)
+        again.add_param_group({**again.param_groups[0], "params": [param()]})
 
 
 def test_nesterov_needs_momentum():
@@ -293,6 +363,25 @@ def test_gradients_of_any_layout_and_of_the_other_dtypes(kind, gradient_dtype):
     assert not any(v.requires_grad for v in AdamW([p]).state[p].values())
 
 
+@pytest.mark.parametrize("make", [fp32_sum(lambda: torch.ones(1)), BAD_GRADIENTS["sparse"][1]])
+def test_a_parameter_is_called_by_the_name_that_was_given(make):
+    model = nn.ModuleDict({"fc": nn.Linear(33, 4)})
+    optimizer = AdamW(model.named_parameters(), policy="bf16-master")
+    weight, name = model["fc"].weight, "the parameter fc.weight of shape [4, 33]"
+    make(weight)
+    refused(HalfstepError, optimizer.step, name)
+    weight.grad, weight.fp32_grad = torch.full_like(weight, NAN), None
+    with pytest.warns(SkippedStepWarning, match=r"the gradient of the parameter fc.weight of shape \[4, 33\] is"):
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.zeros(9)
+    refused(StateError, lambda: optimizer.load_state_dict(saved), name)
+    optimizer.state[weight]["exp_avg"] = torch.zeros(9)
+    refused(StateError, optimizer.state_dict, name)
+    trained = "the trainable parameter fc.weight of shape [4, 33]"
+    refused(ArgumentError, lambda: AdamW(model.double().named_parameters()), trained, "float64")
+
+
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 SHAPES = [(), (0,), (0, 4), (4, 0), (1,), (5,), (3, 1), (1, 1), (2, 2), (3, 33), (1, 33), (2, 3, 4, 5)]
@@ -303,7 +392,7 @@ STORAGES = list(itertools.product(("fp32", "split", "split8", "stochastic"), ("f
 @pytest.mark.parametrize("cls", [AdamW, SGD, Lion])
 def test_every_shape_in_every_storage(cls, dtype):
     options = {"momentum": 0.9} if cls is SGD else {}
-    storages = STORAGES if dtype != FP32 else STORAGES[:3]  # fp32 weights are their own masters
+    storages = STORAGES if dtype != FP32 else [(None, moments) for _, moments in STORAGES[:3]]
     for shape, (master, moments) in itertools.product(SHAPES, storages):
         p = nn.Parameter(torch.ones(shape).to(dtype))
         optimizer = cls([p], lr=0.25, weight_decay=0.0, master=master, moments=moments, **options)
@@ -511,7 +600,8 @@ def test_no_learning_rate_writes_anything_that_is_not_finite():
     for cls, master in itertools.product((AdamW, Adam, SGD, Lion), ("fp32", "split", "split8", "stochastic")):
         for dtype, lr in itertools.product((FP32, BF16, FP16), (1e38, torch.tensor(3e38))):
             p = nn.Parameter(torch.full((2, 40), 2.0, dtype=dtype))
-            optimizer = cls([p], lr=lr, weight_decay=0.5, master=master, moments="int8")
+            asked = None if dtype == FP32 else master
+            optimizer = cls([p], lr=lr, weight_decay=0.5, master=asked, moments="int8")
             for sign in (1.0, -1.0, 1.0):
                 p.grad = torch.full_like(p, sign * torch.finfo(dtype).max)
                 optimizer.step()

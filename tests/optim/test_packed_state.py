@@ -166,7 +166,7 @@ def assert_differ(a, b):
 
 LOST = {
     "rest": lambda state: state["rest"].zero_(),
-    "exp_avg": lambda state: state["exp_avg"].zero_(),
+    "exp_avg_codes": lambda state: state["exp_avg_codes"].zero_(),
     "exp_avg_sq_scales": lambda state: state["exp_avg_sq_scales"].add_(1),
     "step": lambda state: state["step"].add_(1),
 }
@@ -238,6 +238,7 @@ def test_model_and_optimizer_load_in_any_order(order, master):
 
 # -- DCP --------------------------------------------------------------------------------------------------------------
 
+OF_ADAM = ("exp_avg", "exp_avg_sq")
 OPTIONS = [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}]
 
 
@@ -246,7 +247,7 @@ OPTIONS = [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
 def test_DCP_names_the_whole_state_of_an_optimizer_that_never_stepped(options):
     model, optimizer = trained(steps=0, moments="int8")
     saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
-    names = {"step", "rest", "exp_avg", "exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales"}
+    names = {"step", "rest", *(f"{moment}_{part}" for moment in OF_ADAM for part in ("codes", "scales"))}
     if options.get("flatten_optimizer_state_dict"):
         assert {f"state.0.weight.{name}" for name in names} <= saved.keys()
     else:
@@ -573,6 +574,32 @@ def test_torch_loads_ours():
 # -- MP-56's kind: nothing is narrowed, nothing shared, nothing half loaded -------------------------------------------
 
 
+@pytest.mark.parametrize("cls", [AdamW, Adam])
+def test_torch_does_not_step_with_codes(cls):
+    """It casts what it loads to the weight's dtype, and checks no names: with its names it would step with codes."""
+    model, optimizer = trained(cls, moments="int8")
+    assert optimizer.state[model[0].bias]["exp_avg"].dtype == BF16, "numbers keep torch's names"
+    plain = cls.torch_class(model.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    model(torch.ones(1, 40, dtype=BF16)).sum().backward()
+    before = full_weights(model, optimizer)
+    with pytest.raises(KeyError, match="exp_avg"):
+        plain.step()
+    assert_same(full_weights(model, optimizer), before)
+
+
+def test_SGD_keeps_codes_under_their_own_name_too():
+    model, optimizer = trained(SGD, moments="int8")
+    assert optimizer.state[model[0].weight].keys() == {
+        "step",
+        "rest",
+        "momentum_buffer_codes",
+        "momentum_buffer_scales",
+    }
+    back = optimizer.to_torch()
+    assert back.state[model[0].weight]["momentum_buffer"].dtype == FP32
+
+
 def test_nothing_is_narrowed_or_shared():
     model, optimizer = trained(policy="fp16-master")
     state = copy.deepcopy(optimizer.state_dict())
@@ -640,7 +667,11 @@ def test_frozen_parameters_and_unfreezing():
 
 
 def another_model(s):
-    s["state"][0]["exp_avg"] = torch.zeros(9)
+    s["state"][1]["exp_avg"] = torch.zeros(9)
+
+
+def renamed(before, after):
+    return lambda s: s["state"][0].update({after: s["state"][0].pop(before)})
 
 
 SHAPE = (33, 40)
@@ -657,6 +688,13 @@ FAULTS = {
     "a lost moment": (lambda s: s["state"][3].pop("exp_avg_sq"), "exp_avg_sq of a parameter of shape"),
     "a lost rest": (lambda s: s["state"][3].pop("rest"), "the rest of a parameter of shape"),
     "lost scales": (lambda s: s["state"][0].pop("exp_avg_scales"), "without scales"),
+    "codes under torch's name": (renamed("exp_avg_codes", "exp_avg"), "int8 under the name exp_avg_codes"),
+    "no codes under their name": (
+        lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(SHAPE)),
+        "exp_avg_codes of a parameter of shape .* is torch.float32",
+    ),
+    "codes and values": (lambda s: s["state"][0].update(exp_avg=torch.zeros(SHAPE)), "one would be dropped"),
+    "lost codes": (lambda s: s["state"][0].pop("exp_avg_codes"), "exp_avg of a parameter of shape"),
     "scales too many": (lambda s: s["state"][1].update(exp_avg_scales=torch.zeros(1)), "only int8 has them"),
     "scales of another shape": (
         lambda s: s["state"][0].update(exp_avg_scales=torch.zeros(33, 3, dtype=torch.int16)),

@@ -203,7 +203,7 @@ def test_what_is_refused_and_why():
         release_gradients(model, optimizer)
     with pytest.raises(CallOrderError, match="nothing left to step with"):
         optimizer.step()
-    with pytest.raises(CallOrderError, match=r"release\.backward"):
+    with pytest.raises(CallOrderError, match=r"the released parameter \w+\.\w+ of shape[\s\S]*release\.backward"):
         loss_of(model).backward()
     model.zero_grad()
     for wrong in (torch.ones(2, requires_grad=True), torch.ones(()), 3.0, torch.ones((), dtype=torch.int64)):
@@ -224,7 +224,7 @@ def test_reentrant_checkpointing_that_brings_a_gradient_twice():
     for reentrant in (True, False):
         y = checkpoint(layer, checkpoint(layer, x, use_reentrant=reentrant), use_reentrant=reentrant)
         if reentrant:
-            with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+            with pytest.raises(UnsupportedError, match=r"the parameter (weight|bias) of[\s\S]*use_reentrant=False"):
                 release.backward(y.sum())
             layer.zero_grad()
         else:

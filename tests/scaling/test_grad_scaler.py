@@ -312,6 +312,10 @@ def test_unscale_refuses_fp16_gradients_with_the_remedy():
         s.unscale_(SGD([w], 0.1))
     four_parts(caught)
     assert w.grad.item() == 1024.0, "nothing was changed"
+    assert "to clip, use halfstep.Stepper(clip_norm=...)" in caught.value.fix
+    own = halfstep.optim.AdamW([w], clip_norm=1.0)  # which clips by the true gradient
+    with pytest.raises(ValueError, match=r"to clip, use AdamW\(clip_norm=...\)"):
+        s.unscale_(own)
 
 
 def test_mixed_dtypes_in_one_optimizer():

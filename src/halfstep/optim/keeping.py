@@ -2,7 +2,10 @@
 
     state of a parameter    step (0-dim fp32)
                             master (fp32), or rest (int16 for split, int8 for split8)
-                            each moment in its storage; of int8 ones also <name>_scales
+                            each moment: <name> (fp32 or bf16), or <name>_codes (int8) and <name>_scales
+
+Codes are no numbers that an optimizer of torch could step with. It checks no names when it loads a state, so they must
+not have its names: without them it fails at its first step.
 
 All tensors have the weight's shape and strides, except for scales, ``[rows, groups of a row]``.
 """
@@ -23,7 +26,7 @@ from halfstep.kernels.rules import Rule
 from halfstep.kernels.slots import Kept, Slot
 from halfstep.kernels.storage import GROUP, Master, Moment
 
-STEP, MASTER, REST, SCALES = "step", "master", "rest", "_scales"
+STEP, MASTER, REST, CODES, SCALES = "step", "master", "rest", "_codes", "_scales"
 DTYPES = {Moment.FP32: torch.float32, Moment.BF16: torch.bfloat16, Moment.INT8: torch.int8}
 REST_DTYPES = {Master.FP32: torch.float32, Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8}
 _CHUNK = 2**22  # elements that are split at a time: the conversions need some 50 bytes for each meanwhile
@@ -92,7 +95,8 @@ def new_state(p: Tensor, keeping: Keeping, value: Tensor | None = None) -> dict[
         if keeping.master == Master.FP32:
             rest.copy_(p.detach() if value is None else value)
     for name in keeping.names:
-        state[name] = torch.zeros_like(p, dtype=DTYPES[keeping.moment], requires_grad=False)
+        values = torch.zeros_like(p, dtype=DTYPES[keeping.moment], requires_grad=False)
+        state[values_name(name, keeping.moment)] = values
         if keeping.moment == Moment.INT8:
             num_groups = -(-p.numel() // len(p) // GROUP)
             state[name + SCALES] = torch.zeros(len(p), num_groups, dtype=torch.int16, device=p.device)
@@ -101,9 +105,19 @@ def new_state(p: Tensor, keeping: Keeping, value: Tensor | None = None) -> dict[
 
 def names_of(keeping: Keeping) -> list[str]:
     """The names in :func:`new_state`, in order."""
-    endings = ("", SCALES) if keeping.moment == Moment.INT8 else ("",)
     rest = [] if keeping.rest_name is None else [keeping.rest_name]
-    return [STEP, *rest, *(name + ending for name in keeping.names for ending in endings)]
+    return [STEP, *rest, *(part for name in keeping.names for part in names_of_moment(name, keeping.moment))]
+
+
+def names_of_moment(name: str, kind: Moment) -> tuple[str, ...]:
+    """Under which names a moment is in the state: its values, and the scales of int8 ones."""
+    values = values_name(name, kind)
+    return (values, name + SCALES) if kind == Moment.INT8 else (values,)
+
+
+def values_name(name: str, kind: Moment) -> str:
+    """Under which name a moment's values are in the state: torch's own, unless they are codes."""
+    return name + CODES if kind == Moment.INT8 else name
 
 
 # ---- slots ----------------------------------------------------------------------------------------------------------
@@ -124,9 +138,9 @@ def ordered(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def slot_of(p: Tensor, state: Mapping[str, Tensor], keeping: Keeping, order: tuple[int, ...] | None) -> Slot:
     """A parameter and its state as executors see them."""
-    rest = None if keeping.rest_name is None else ordered(state[keeping.rest_name], order)
+    kind, rest = keeping.moment, None if keeping.rest_name is None else ordered(state[keeping.rest_name], order)
     moments = tuple(
-        Kept(keeping.moment, ordered(state[name], order), state.get(name + SCALES)) for name in keeping.names
+        Kept(kind, ordered(state[values_name(name, kind)], order), state.get(name + SCALES)) for name in keeping.names
     )
     return Slot(ordered(p.detach(), order), keeping.master, rest, moments, step=state[STEP])
 
@@ -183,8 +197,8 @@ def moment_value(values: Tensor, scales: Tensor | None, which: int) -> Tensor:
 
 
 def packed_moment(value: Tensor, kind: Moment, which: int) -> dict[str, Tensor]:
-    """An fp32 moment in a storage, rounded to nearest: ``{"": values, "_scales": scales}``."""
+    """An fp32 moment in a storage, rounded to nearest: by the endings of their names, values and scales."""
     if kind != Moment.INT8:
         return {"": value if kind == Moment.FP32 else rounded(value, torch.bfloat16)}
     codes, scales = torch_step.encoded(value, which, None)
-    return {"": codes, SCALES: scales}
+    return {CODES: codes, SCALES: scales}

@@ -36,7 +36,15 @@ from halfstep.kernels.storage import Master
 from halfstep.optim import keeping, packed_refusals, packed_state
 from halfstep.optim.packed_members import Member, Row, checked_gradient, new_member
 from halfstep.optim.packed_numbers import numbers_of
-from halfstep.optim.packed_options import check_options, check_parameter, checked_clip_norm, checked_seed, storages_of
+from halfstep.optim.packed_options import (
+    check_keys,
+    check_master_has_effect,
+    check_options,
+    check_parameter,
+    checked_clip_norm,
+    checked_seed,
+    storages_of,
+)
 from halfstep.policy import Policy
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_: with it a run that moves here keeps its numbers
@@ -78,6 +86,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         self._is_building = True
         super().__init__(params, {**defaults, **storages, "seed": checked_seed(seed)})
         self._is_building = False
+        if self._cast_dtype is None:
+            parameters = (p for group in self.param_groups for p in group["params"])
+            check_master_has_effect(self, master, parameters, of_group=False)
         self._take_in(self.param_groups, may_cast=True)
 
     def _begin_counting(self) -> None:
@@ -97,11 +108,17 @@ class PackedOptimizer(torch.optim.Optimizer):
             param_group: ``{"params": ..., "lr": ...}``; what is left out has the optimizer's defaults.
         """
         self._check_in_use("add_param_group()")
+        own_master = None
+        if isinstance(param_group, dict):  # else torch says what it should be
+            check_keys(self, param_group, self.defaults)
+            is_whole = self.defaults.keys() <= param_group.keys()  # an optimizer's: nobody has asked for all of it
+            own_master = None if is_whole else param_group.get("master")  # torch is going to put the defaults in
         super().add_param_group(param_group)
-        if self._is_building:
-            return
         try:
-            self._take_in(self.param_groups[-1:], may_cast=True)
+            if self._cast_dtype is None:
+                check_master_has_effect(self, own_master, self.param_groups[-1]["params"], of_group=True)
+            if not self._is_building:
+                self._take_in(self.param_groups[-1:], may_cast=True)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -120,7 +137,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             for device in {p.device for _, p in new}:
                 choose(device, 0, self._wanted_executor)  # says if it cannot run there
         for _, p in new:
-            check_parameter(p, dtype)
+            check_parameter(self, p, dtype)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if len(set(trained)) < len(trained):
             raise packed_refusals.listed_twice(self)
@@ -170,7 +187,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         state = self.state[p]
         if member.is_present(state):
             return member
-        packed_state.check_state(p, member, state)
+        packed_state.check_state(self, member, state)
         self._members[p] = new_member(p, state, member.number, member.keeping)
         return self._members[p]
 

@@ -104,9 +104,9 @@ def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Ten
     if gradient.layout is not torch.strided or gradient.dtype not in DTYPES:
         raise refusals.bad_gradient(optimizer, member.parameter, gradient)
     if gradient.shape != member.place[2] or gradient.device != member.device:
-        raise refusals.gradient_of_another(member.parameter, gradient)
+        raise refusals.gradient_of_another(optimizer, member.parameter, gradient)
     if not has_memory(gradient) and is_dense(gradient):
-        raise refusals.freed("the gradient", member.parameter)
+        raise refusals.freed(optimizer, "the gradient", member.parameter)
     if gradient.requires_grad or gradient.is_neg():
         gradient = gradient.detach().resolve_neg()
     if member.order is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +20,9 @@ from halfstep.policy import Policy
 DTYPES = (torch.float32, *HALF_DTYPES)  # of weights and gradients
 _STORAGES: dict[str, Iterable[str]] = {"master": keeping.MASTERS, "moments": keeping.MOMENTS}
 _OF_ALL = ("policy", "executor", "clip_norm")  # options that no group has for itself
+# A misspelled option is about as long as the option and nearly the same. Keys that people add to groups on purpose are
+# not: lr_scale and weight_decay_mult are longer; lr0, and OneCycleLR's max_momentum, have a likeness of just 0.8.
+_LIKENESS, _LETTERS = 0.81, 2
 
 
 def storages_of(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | None, dict[str, str]]:
@@ -30,13 +34,15 @@ def storages_of(policy: Any, master: Any, moments: Any) -> tuple[torch.dtype | N
     if policy is not None:
         parsed = Policy.parse(policy)
         if parsed.param_dtype not in HALF_DTYPES:
-            raise refusals.no_master_policy(parsed)
+            raise refusals.no_master_policy(policy, parsed)
         cast_dtype = parsed.param_dtype
-        is_free = parsed.master is policies.Master.FP32 and master != "none"  # of how the full value is kept
+        if master is not None and (master == "none") != (parsed.master is policies.Master.NONE):
+            raise refusals.masters_or_none(policy, parsed, master)
+        is_free = parsed.master is policies.Master.FP32  # of how the full value is kept
         if master is not None and master != parsed.master.value and not is_free:
-            raise refusals.two_storages(parsed, "master", master)
+            raise refusals.two_storages(policy, "master", master)
         if moments is not None and parsed.moments not in (policies.Moments.FP32, policies.Moments(moments)):
-            raise refusals.two_storages(parsed, "moments", moments)
+            raise refusals.two_storages(policy, "moments", moments)
         # split holds every bit of an fp32 master, in half of its bytes
         is_said = isinstance(policy, str) and "master=fp32" in policy.replace(" ", "").lower()
         kept = "split" if parsed.master is policies.Master.FP32 and not is_said else parsed.master.value
@@ -54,6 +60,38 @@ def check_options(optimizer: object, group: Mapping[str, Any]) -> None:
             raise refusals.option_of_all(optimizer, name)
 
 
+def check_keys(optimizer: object, group: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse a group with a key that looks like a misspelled option; keys of the user's own pass.
+
+    Args:
+        optimizer: for the message.
+        group: as the user wrote it.
+        known: the options that a group can have.
+    """
+    options = [*known, *_OF_ALL]
+    for key in group:
+        if not isinstance(key, str) or key in options:
+            continue
+        as_long = [option for option in options if abs(len(option) - len(key)) <= _LETTERS]
+        if meant := difflib.get_close_matches(key.lower(), as_long, n=1, cutoff=_LIKENESS):
+            raise refusals.misspelled(optimizer, key, meant[0])
+
+
+def check_master_has_effect(optimizer: object, master: Any, parameters: Iterable[Tensor], *, of_group: bool) -> None:
+    """Refuse masters that were asked for where all weights are fp32, and stay it.
+
+    Args:
+        optimizer: for the message.
+        master: what was asked for.
+        parameters: for which; frozen ones too, which may be trained later.
+        of_group: whether a group asked for it, and not the constructor.
+    """
+    if not isinstance(master, str) or master not in keeping.MASTERS or master == "none":
+        return  # not asked for, or refused elsewhere
+    if {p.dtype for p in parameters} == {torch.float32}:
+        raise refusals.masters_of_fp32(optimizer, master, of_group=of_group)
+
+
 def checked_clip_norm(clip_norm: Any) -> float | None:
     """The largest norm of a gradient, if it is one; None clips nothing."""
     is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
@@ -69,18 +107,18 @@ def checked_seed(seed: Any) -> int:
     return seed
 
 
-def check_parameter(p: Tensor, cast_dtype: torch.dtype | None) -> None:
+def check_parameter(optimizer: object, p: Tensor, cast_dtype: torch.dtype | None) -> None:
     """Refuse a trainable parameter that no rule can step, or that cannot be cast."""
     if hasattr(p, "device_mesh") or hasattr(p.data, "__tensor_flatten__"):
-        raise refusals.dtensor(p)
+        raise refusals.dtensor(optimizer, p)
     if p.dtype not in DTYPES:
-        raise refusals.bad_dtype(p)
+        raise refusals.bad_dtype(optimizer, p)
     if cast_dtype is not None and p.dtype in HALF_DTYPES and p.dtype != cast_dtype:
-        raise refusals.another_16_bit_dtype(cast_dtype, p)
+        raise refusals.another_16_bit_dtype(optimizer, cast_dtype, p)
     if cast_dtype is not None and p.dtype == torch.float32 and p.grad is not None:
         raise refusals.gradients_present(cast_dtype)
     if not is_dense(p) or p.is_neg():
-        raise refusals.not_dense(p)
+        raise refusals.not_dense(optimizer, p)
 
 
 def _check_storage(name: str, given: Any) -> None:

@@ -11,10 +11,32 @@ from torch import Tensor
 from halfstep.errors import ArgumentError, CallOrderError, StateError, UnsupportedError
 from halfstep.formats import format_of
 from halfstep.kernels.rules import Rule
+from halfstep.policy import Policy
 
 
 def _named(optimizer: object) -> str:
     return type(optimizer).__name__
+
+
+def called(optimizer: Any, p: Tensor, kind: str = "") -> str:
+    """A parameter of the optimizer: by the name that was given with it, if one was."""
+    return described(p, names_of(optimizer).get(p), kind)
+
+
+def names_of(optimizer: Any) -> dict[Tensor, str]:
+    """The names of parameters that were given by ``named_parameters()``."""
+    groups = optimizer.param_groups
+    return {
+        p: name for group in groups for p, name in zip(group["params"], group.get("param_names") or (), strict=False)
+    }
+
+
+def described(p: Tensor, name: str | None, kind: str = "") -> str:
+    """A parameter in a message, with an adjective or without."""
+    words = f"{kind} parameter" if kind else "parameter"
+    if name is not None:
+        return f"the {words} {name} of shape {list(p.shape)}"
+    return f"{'an' if kind == 'fp16' else 'a'} {words} of shape {list(p.shape)}"
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
@@ -60,6 +82,45 @@ def unknown_storage(what: str, value: object, known: Iterable[str]) -> ArgumentE
     )
 
 
+def misspelled(optimizer: object, key: str, meant: str) -> ArgumentError:
+    """A key of a group that is nearly an option."""
+    return ArgumentError(
+        asked=f"{key!r} in a parameter group of {_named(optimizer)}",
+        true=f"there is no such option; the nearest is {meant!r}",
+        why="a group may have keys of its own, so this one would be kept, and have no effect",
+        fix=f"write {meant!r}; or give a key of your own a name that no option resembles",
+    )
+
+
+def masters_of_fp32(optimizer: object, master: str, *, of_group: bool) -> ArgumentError:
+    """Masters where no weight is 16-bit."""
+    name = _named(optimizer)
+    return ArgumentError(
+        asked=f"master={master!r} in a parameter group of {name}" if of_group else f"{name}(master={master!r})",
+        true="all of its weights are fp32, and no policy casts them",
+        why="fp32 weights are their own masters: nothing would be kept beside them, and no byte saved",
+        fix='pass policy="bf16-master" to the optimizer, or leave master out',
+    )
+
+
+def masters_or_none(policy: object, parsed: Policy, master: str) -> ArgumentError:
+    """One says that there are masters, the other that there are none."""
+    format_name = format_of(parsed.param_dtype)
+    if master == "none":
+        return ArgumentError(
+            asked=f'policy="{policy}" with master={master!r}',
+            true=f'policies named "...-master" keep what {format_name} weights cannot hold',
+            why="master='none' would drop it, and small updates with it",
+            fix=f'pass policy="{format_name}-true" if you want no masters, or leave master out',
+        )
+    return ArgumentError(
+        asked=f'policy="{policy}" with master={master!r}',
+        true='policies named "...-true" keep nothing beside the weights',
+        why="a master would be something beside them",
+        fix=f'pass policy="{format_name}-master" for masters, or leave master out',
+    )
+
+
 def two_storages(policy: object, what: str, value: object) -> ArgumentError:
     """The policy says one thing and the argument another."""
     return ArgumentError(
@@ -70,11 +131,12 @@ def two_storages(policy: object, what: str, value: object) -> ArgumentError:
     )
 
 
-def no_master_policy(policy: object) -> ArgumentError:
+def no_master_policy(policy: object, parsed: Policy) -> ArgumentError:
     """The policy keeps fp32 weights."""
+    its = "its" if str(policy).lower() == str(parsed) else f'it means "{parsed}", whose'
     return ArgumentError(
         asked=f'policy="{policy}"',
-        true="its weights are fp32, and an optimizer's policy says to which 16-bit format they are cast",
+        true=f"{its} weights are fp32, and an optimizer's policy says to which 16-bit format they are cast",
         why="there is nothing to cast",
         fix='leave policy out for fp32 weights, or pass "bf16-master" or "fp16-master"',
     )
@@ -100,30 +162,30 @@ def bad_seed(value: object) -> ArgumentError:
     )
 
 
-def bad_dtype(p: Tensor) -> ArgumentError:
+def bad_dtype(optimizer: object, p: Tensor) -> ArgumentError:
     """A trainable parameter that no rule here takes."""
     return ArgumentError(
-        asked=f"a trainable parameter of {p.dtype}, shape {list(p.shape)}",
+        asked=f"{called(optimizer, p, 'trainable')}, which is {p.dtype}",
         true="the rules step fp32, bf16 and fp16 weights, in fp32",
         why="its digits, or its imaginary part, would be lost",
         fix="step it with torch's optimizer, beside this one in a Stepper; or set requires_grad to False",
     )
 
 
-def dtensor(p: Tensor) -> UnsupportedError:
+def dtensor(optimizer: object, p: Tensor) -> UnsupportedError:
     """Sharded or packed weights."""
     return UnsupportedError(
-        asked=f"a trainable parameter of type {type(p.data).__name__}",
+        asked=f"{called(optimizer, p, 'trainable')} and of type {type(p.data).__name__}",
         true="it is no plain tensor: FSDP2 and tensor parallelism shard it (DTensor), or a library packs its bits",
         why="states of shards are not made by this version",
         fix="shard fp32 weights with a mixed-precision policy of FSDP2 and torch's optimizer",
     )
 
 
-def not_dense(p: Tensor) -> UnsupportedError:
+def not_dense(optimizer: object, p: Tensor) -> UnsupportedError:
     """Memory with gaps, or elements that share it."""
     return UnsupportedError(
-        asked=f"a trainable parameter of shape {list(p.shape)} and strides {list(p.stride())}",
+        asked=f"{called(optimizer, p, 'trainable')} and strides {list(p.stride())}",
         true="its elements do not fill one piece of memory, each once",
         why="executors run over memory from end to end",
         fix="make it so: parameter.data = parameter.data.contiguous(), before the optimizer is built",
@@ -160,11 +222,11 @@ def option_of_all(optimizer: object, name: str) -> ArgumentError:
     )
 
 
-def another_16_bit_dtype(wanted: torch.dtype, p: Tensor) -> ArgumentError:
+def another_16_bit_dtype(optimizer: object, wanted: torch.dtype, p: Tensor) -> ArgumentError:
     """Part of the weights are 16-bit already, in another dtype."""
     return ArgumentError(
         asked=f"a policy that casts weights to {format_of(wanted)}",
-        true=f"a trainable parameter of shape {list(p.shape)} is {format_of(p.dtype)} already",
+        true=f"{called(optimizer, p, 'trainable')} is {format_of(p.dtype)} already",
         why="casting it would round for a second time",
         fix="leave policy out, and cast the model as you want it before",
     )
@@ -213,10 +275,10 @@ def late_dampening(optimizer: object) -> UnsupportedError:
     )
 
 
-def freed(what: str, p: Tensor) -> CallOrderError:
+def freed(optimizer: object, what: str, p: Tensor) -> CallOrderError:
     """A storage that was resized."""
     return CallOrderError(
-        asked=f"a step of a parameter of shape {list(p.shape)}",
+        asked=f"a step of {called(optimizer, p)}",
         true=f"the memory of {what} was freed, or cut",
         why="there are no numbers to read, and none could be written",
         fix="leave storages as they are until the step is taken; offload by assigning new tensors, not by resize_()",
@@ -227,23 +289,23 @@ def bad_gradient(optimizer: object, p: Tensor, gradient: Tensor) -> UnsupportedE
     """A sparse gradient, or one of another dtype."""
     if gradient.layout != torch.strided:
         return UnsupportedError(
-            asked=f"{_named(optimizer)}.step() with a sparse gradient, of a parameter of shape {list(p.shape)}",
+            asked=f"{_named(optimizer)}.step() with a sparse gradient, of {called(optimizer, p)}",
             true="the rules step every element: their moments decay where the gradient is zero",
             why="as a dense gradient it would take the memory that sparse=True was to save",
             fix="use halfstep.MasterWeights(torch.optim.SparseAdam(...)) for it, or nn.Embedding(sparse=False)",
         )
     return UnsupportedError(
-        asked=f"{_named(optimizer)}.step() with a gradient of {gradient.dtype}",
+        asked=f"{_named(optimizer)}.step() with a gradient of {gradient.dtype}, of {called(optimizer, p)}",
         true="gradients are fp32, bf16 or fp16",
         why="another dtype has digits that the rule would drop, or lacks an imaginary part",
         fix="cast the gradient before the step",
     )
 
 
-def gradient_of_another(p: Tensor, gradient: Tensor) -> CallOrderError:
+def gradient_of_another(optimizer: object, p: Tensor, gradient: Tensor) -> CallOrderError:
     """A sum of gradients that was made for something else."""
     return CallOrderError(
-        asked=f"a step of a parameter of shape {list(p.shape)} on {p.device}",
+        asked=f"a step of {called(optimizer, p)} on {p.device}",
         true=f"its gradient has shape {list(gradient.shape)} and is on {gradient.device}",
         why="it is the gradient of something else",
         fix="set gradients to None when parameters change: optimizer.zero_grad()",
@@ -280,10 +342,10 @@ def bad_step_counter(steps: list[float]) -> StateError:
     )
 
 
-def changed(p: Tensor, was: str, now: str) -> CallOrderError:
+def changed(optimizer: object, p: Tensor, was: str, now: str) -> CallOrderError:
     """model.half(), model.cuda() or model.to(memory_format=...) came too late."""
     return CallOrderError(
-        asked=f"a step of a parameter of shape {list(p.shape)} that is {now} now",
+        asked=f"a step of {called(optimizer, p)} that is {now} now",
         true=f"it was {was} when the optimizer made its state",
         why="its rest and moments no longer fit",
         fix="cast, move and lay out the model first, then build the optimizer",
@@ -293,7 +355,7 @@ def changed(p: Tensor, was: str, now: str) -> CallOrderError:
 def skipped_text(optimizer: object, p: Tensor, kind: str) -> str:
     """The first step that is not taken."""
     return (
-        f"{_named(optimizer)} skipped a step: the gradient of a parameter of shape {list(p.shape)} is {kind}. Nothing"
+        f"{_named(optimizer)} skipped a step: the gradient of {called(optimizer, p)} is {kind}. Nothing"
         " was written. This is said once; optimizer.skipped_steps counts them, and halfstep.Stepper names the culprit."
     )
 
@@ -328,10 +390,10 @@ def release_of_replicas(model: object) -> UnsupportedError:
     )
 
 
-def release_of_fp16(p: Tensor) -> UnsupportedError:
+def release_of_fp16(p: Tensor, name: str | None) -> UnsupportedError:
     """fp16 needs loss scaling, and loss scaling needs to see all gradients."""
     return UnsupportedError(
-        asked=f"release_gradients() with an fp16 parameter of shape {list(p.shape)}",
+        asked=f"release_gradients() with {described(p, name, 'fp16')}",
         true="fp16 gradients need loss scaling, and a scale is lowered after a look at all of them",
         why="the first ones have been used and are gone when the last one overflows",
         fix="use bf16 weights, which need no scaling",
@@ -410,20 +472,20 @@ def gradients_left(optimizer: object) -> CallOrderError:
     )
 
 
-def foreign_backward(p: Tensor) -> CallOrderError:
+def foreign_backward(p: Tensor, name: str | None) -> CallOrderError:
     """loss.backward() instead of release.backward(loss)."""
     return CallOrderError(
-        asked=f"backward() of a loss with a released parameter of shape {list(p.shape)}",
+        asked=f"backward() of a loss with {described(p, name, 'released')}",
         true="its gradient is complete, and nobody has said whether the loss is finite",
         why="it would be used without a look at the loss, or stay in memory",
         fix="call release.backward(loss), or release.remove() to go back to ordinary steps",
     )
 
 
-def used_twice(p: Tensor) -> UnsupportedError:
+def used_twice(p: Tensor, name: str | None) -> UnsupportedError:
     """Reentrant checkpointing brings a gradient in parts."""
     return UnsupportedError(
-        asked=f"release.backward(loss) with a parameter of shape {list(p.shape)}",
+        asked=f"release.backward(loss) with {described(p, name)}",
         true="its gradient came in two parts: reentrant checkpointing, or a loss inside a loss",
         why="the first part has been used for a step of its own",
         fix="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); the weights have moved by half a step",
@@ -469,30 +531,30 @@ def bad_state(true: str, why: str, fix: str = "load the state of the same rule a
     return StateError(asked="load_state_dict()", true=true, why=f"{why}; nothing was loaded", fix=fix)
 
 
-def lossy(what: str, p: Tensor, kind: str) -> StateError:
+def lossy(what: str, who: str, kind: str) -> StateError:
     """A conversion that would round."""
     return bad_state(
-        f"{what} of a parameter of shape {list(p.shape)} has bits that {kind} cannot hold",
+        f"{what} of {who} has bits that {kind} cannot hold",
         "a load drops nothing in silence",
         "pass lossy=True to round it, or build the optimizer with the storages of the saved run",
     )
 
 
-def other_weights(p: Tensor) -> StateError:
+def other_weights(who: str) -> StateError:
     """A rest beside weights that it does not belong to."""
     return bad_state(
-        f"the weights of a parameter of shape {list(p.shape)} are not those that were saved beside this state",
+        f"the weights of {who} are not those that were saved beside this state",
         "its full value is weight and rest together, and the storages differ, so that it has to be put together now",
         "load the model's weights first, then the optimizer; or build the optimizer with the saved storages",
     )
 
 
-def bad_value(p: Tensor, name: str, value: Any) -> StateError:
+def bad_value(optimizer: object, p: Tensor, name: str, value: Any) -> StateError:
     """Somebody put something else into the state."""
     found = f"{value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     return StateError(
         asked="a step after the state was changed by hand",
-        true=f"{name} of a parameter of shape {list(p.shape)}, {p.dtype}, is {found} now",
+        true=f"{name} of {called(optimizer, p)}, {p.dtype}, is {found} now",
         why="the storage needs the dtype, shape, strides and device that it was made with",
         fix="write into the tensors that are there, or build the optimizer anew and use load_state_dict()",
     )

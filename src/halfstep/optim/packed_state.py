@@ -25,7 +25,7 @@ from halfstep.kernels.rounding import rounded
 from halfstep.kernels.storage import Master, Moment
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
-from halfstep.optim.keeping import MASTER, REST, SCALES, STEP
+from halfstep.optim.keeping import CODES, MASTER, REST, SCALES, STEP
 from halfstep.optim.packed_members import has_memory
 from halfstep.optim.packed_refusals import bad_state
 
@@ -63,21 +63,22 @@ def _weight_sum(p: Tensor) -> Tensor:
 # -- what somebody may have changed -----------------------------------------------------------------------------------
 
 
-def check_state(p: Tensor, member: Member, state: Mapping[str, Any]) -> None:
+def check_state(optimizer: PackedOptimizer, member: Member, state: Mapping[str, Any]) -> None:
     """Refuse a parameter or a state that was exchanged for one that does not fit."""
-    _, dtype, shape, strides = member.place
+    p, (_, dtype, shape, strides) = member.parameter, member.place
     device = member.slot.weight.device
     if (dtype, shape, strides, device) != (p.dtype, p.shape, p.stride(), p.device):
         was = f"{dtype}, {list(shape)} with strides {list(strides)} on {device}"
-        raise refusals.changed(p, was, f"{p.dtype}, {list(p.shape)} with strides {list(p.stride())} on {p.device}")
+        now = f"{p.dtype}, {list(p.shape)} with strides {list(p.stride())} on {p.device}"
+        raise refusals.changed(optimizer, p, was, now)
     if not has_memory(p):
-        raise refusals.freed("the weight", p)
+        raise refusals.freed(optimizer, "the weight", p)
     for name, before in keeping.new_state(torch.empty_like(p, device="meta"), member.keeping).items():
         value = state.get(name)
         if isinstance(value, Tensor) and _layout(value) == _layout(before) and not has_memory(value):
-            raise refusals.freed(name, p)
+            raise refusals.freed(optimizer, name, p)
         if not isinstance(value, Tensor) or _layout(value) != _layout(before) or value.device != p.device:
-            raise refusals.bad_value(p, name, value)
+            raise refusals.bad_value(optimizer, p, name, value)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -156,40 +157,43 @@ class _Plan:
         self._optimizer, self._has_storages, self._is_lossy = optimizer, has_storages, lossy
         self.writes: list[tuple[Tensor, Tensor]] = []
         self.narrowed: set[str] = set()
+        self._names = refusals.names_of(optimizer)
+        self._who = ""  # the parameter that is being added, in words
 
     def add(self, p: Tensor, saved: Any, kept: str | None) -> None:
         """Plan the state of one parameter, whose saved group names this storage of masters."""
         member, own = self._optimizer._members.get(p), self._optimizer.state.get(p)
+        self._who = refusals.described(p, self._names.get(p))
         if not isinstance(saved or {}, Mapping):
-            raise bad_state(f"the state of a parameter is of type {type(saved).__name__}", "it is a dict of tensors")
+            raise bad_state(f"the state of {self._who} is of type {type(saved).__name__}", "it is a dict of tensors")
         saved = {name: v for name, v in dict(saved or {}).items() if v is not None}
         if member is None or own is None:
             if saved:
                 raise bad_state(
-                    f"it has a state for a parameter of shape {list(p.shape)}, which is frozen",
+                    f"it has a state for {self._who}, which is frozen",
                     "there is none here that could take it",
                     "unfreeze the same parameters as in the saved run, then load",
                 )
             return
         names = member.keeping.names
-        scales = [name + SCALES for name in names]
-        known = {STEP, MASTER, REST, WEIGHT_SUM, WEIGHT_DTYPE, "momentum_begun", *names, *scales}
+        of_moments = [name + ending for name in names for ending in ("", CODES, SCALES)]
+        known = {STEP, MASTER, REST, WEIGHT_SUM, WEIGHT_DTYPE, "momentum_begun", *of_moments}
         if unknown := sorted(set(saved) - known):
             raise bad_state(
-                f"it has {', '.join(unknown)} for a parameter of shape {list(p.shape)}",
+                f"it has {', '.join(unknown)} for {self._who}",
                 f"{type(self._optimizer).__name__} keeps {', '.join(names) or 'no moment'}",
             )
         for name in saved.keys() - {STEP, "momentum_begun"}:
-            _check_tensor(p, name, saved[name])
+            _check_tensor(self._who, name, saved[name])
         self._add_step(own, saved, names)
         for which, name in enumerate(names):
-            self._add_moment(p, own, saved, which, name)
+            self._add_moment(p, own, saved, which, name, member.keeping.moment)
         if kept in _WITH_REST and WEIGHT_DTYPE in saved and not {MASTER, REST} & set(saved):
-            raise bad_state(f"the rest of a parameter of shape {list(p.shape)} is missing", "it cannot be made up")
+            raise bad_state(f"the rest of {self._who} is missing", "it cannot be made up")
         self._add_master(p, member, own, saved)
 
     def _add_step(self, own: Mapping[str, Tensor], saved: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        has_begun = any(name in saved for name in names) and bool(saved.get("momentum_begun", 1.0))
+        has_begun = any(_has_moment(saved, name) for name in names) and bool(saved.get("momentum_begun", 1.0))
         number = saved.get(STEP, float(has_begun))  # torch's SGD keeps none
         is_one = isinstance(number, (int, float)) or (isinstance(number, Tensor) and number.numel() == 1)
         if not is_one or not 0 <= float(number) < math.inf:
@@ -198,54 +202,50 @@ class _Plan:
         self.writes.append((own[STEP], step.reshape(())))
 
     def _add_moment(
-        self, p: Tensor, own: Mapping[str, Tensor], saved: Mapping[str, Any], which: int, name: str
+        self, p: Tensor, own: Mapping[str, Tensor], saved: Mapping[str, Any], which: int, name: str, kind: Moment
     ) -> None:
-        if name not in saved:
+        parts = keeping.names_of_moment(name, kind)
+        if not _has_moment(saved, name):
             if float(saved.get(STEP, 0.0)) > 0:
-                raise bad_state(f"{name} of a parameter of shape {list(p.shape)} is missing", "it cannot be made up")
-            self.writes += [(own[part], torch.zeros_like(own[part])) for part in (name, name + SCALES) if part in own]
+                raise bad_state(f"{name} of {self._who} is missing", "it cannot be made up")
+            self.writes += [(own[part], torch.zeros_like(own[part])) for part in parts]
             return
-        values, scales = saved[name], saved.get(name + SCALES)
-        _check_shape(p, name, values)
-        _check_scales(p, name, values, scales)
-        _check_values(p, name, values, which)
+        values, scales = _saved_moment(self._who, name, saved)
+        _check_shape(self._who, p, name, values)
+        _check_scales(self._who, p, name, values, scales)
+        _check_values(self._who, name, values, which)
         if scales is not None:
-            _check_values(p, name + SCALES, scales, which)
-        if values.dtype == own[name].dtype:
-            self.writes.append((own[name], values))
-            if scales is not None:
-                self.writes.append((own[name + SCALES], scales))
+            _check_values(self._who, name + SCALES, scales, which)
+        if values.dtype == keeping.DTYPES[kind]:
+            self.writes += [(own[part], saved[part]) for part in parts]
             return
         if values.dtype in HALF_DTYPES and MASTER not in saved and not self._has_storages:
             self.narrowed.add(name)
-        self._convert_moment(p, own, name, which, self._widened(p, name, values, scales, which))
+        self._convert_moment(own, name, which, kind, self._widened(name, values, scales, which))
 
-    def _widened(self, p: Tensor, name: str, values: Tensor, scales: Tensor | None, which: int) -> Tensor:
+    def _widened(self, name: str, values: Tensor, scales: Tensor | None, which: int) -> Tensor:
         if values.dtype in (torch.int8, torch.float32, torch.bfloat16):
             return keeping.moment_value(values, scales, which)
         if values.dtype == torch.float16:
             return values.float()
-        raise bad_state(
-            f"{name} of a parameter of shape {list(p.shape)} is {values.dtype}", "moments are fp32, bf16 or int8"
-        )
+        raise bad_state(f"{name} of {self._who} is {values.dtype}", "moments are fp32, bf16 or int8")
 
-    def _convert_moment(self, p: Tensor, own: Mapping[str, Tensor], name: str, which: int, value: Tensor) -> None:
-        kind = next(kind for kind, dtype in keeping.DTYPES.items() if dtype == own[name].dtype)
+    def _convert_moment(self, own: Mapping[str, Tensor], name: str, which: int, kind: Moment, value: Tensor) -> None:
         packed = keeping.packed_moment(value, kind, which)
-        back = keeping.moment_value(packed[""], packed.get(SCALES), which)
+        back = keeping.moment_value(packed[keeping.values_name("", kind)], packed.get(SCALES), which)
         if not self._is_lossy and not torch.equal(back, value):
-            raise refusals.lossy(name, p, f"moments={kind.name.lower()!r}")
+            raise refusals.lossy(name, self._who, f"moments={kind.name.lower()!r}")
         self.writes += [(own[name + suffix], tensor) for suffix, tensor in packed.items()]
 
     def _add_master(self, p: Tensor, member: Member, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         name, kind = member.keeping.rest_name, member.keeping.master
         for part, dtypes in ((MASTER, (torch.float32,)), (REST, (torch.int16, torch.int8))):
             if part in saved:
-                _check_shape(p, part, saved[part])
+                _check_shape(self._who, p, part, saved[part])
                 if saved[part].dtype not in dtypes:
                     raise bad_state(f"{part} is {saved[part].dtype}", f"it is {' or '.join(map(str, dtypes))}")
         if MASTER in saved:
-            _check_values(p, MASTER, saved[MASTER], 0)
+            _check_values(self._who, MASTER, saved[MASTER], 0)
         is_there = name is not None and name in saved and _saved_dtype(p, saved) == p.dtype
         if name is not None and is_there and saved[name].dtype == own[name].dtype:
             self.writes.append((own[name], saved[name]))
@@ -263,7 +263,7 @@ class _Plan:
         weight, rest = torch.empty_like(p, requires_grad=False), None if name is None else torch.empty_like(own[name])
         keeping.split_into(weight, rest, value, kind)
         if not self._is_lossy and not torch.equal(keeping.master_value(weight, rest, kind), value):
-            raise refusals.lossy("the full value", p, f"master={kind.name.lower()!r}")
+            raise refusals.lossy("the full value", self._who, f"master={kind.name.lower()!r}")
         self.writes.append((p.detach(), weight))
         if name is not None and rest is not None:
             self.writes.append((own[name], rest))
@@ -274,16 +274,35 @@ class _Plan:
         if MASTER in saved:
             master: Tensor = saved[MASTER].to(p.device)
             if dtype == p.dtype and dtype in HALF_DTYPES and not torch.equal(rounded(master, dtype), p.detach()):
-                raise refusals.other_weights(p)
+                raise refusals.other_weights(self._who)
             return master
         if REST not in saved:
             return None
         weight = p.detach().to(dtype)  # fp32 weights that were loaded from 16-bit ones are as good
         is_saved = dtype in HALF_DTYPES and torch.equal(weight.float(), p.detach().float())
         if not is_saved or WEIGHT_SUM not in saved or int(saved[WEIGHT_SUM]) != int(_weight_sum(weight)):
-            raise refusals.other_weights(p)
+            raise refusals.other_weights(self._who)
         kind = Master.SPLIT if saved[REST].dtype == torch.int16 else Master.SPLIT8
         return keeping.master_value(weight, saved[REST].to(p.device), kind)
+
+
+def _has_moment(saved: Mapping[str, Any], name: str) -> bool:
+    return name in saved or name + CODES in saved
+
+
+def _saved_moment(who: str, name: str, saved: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Values and scales of a moment: int8 under the name of codes, and floating under the moment's own, not both."""
+    has_codes = name + CODES in saved
+    values = saved[name + CODES] if has_codes else saved[name]
+    if has_codes and name in saved:
+        raise bad_state(f"{who} has {name} and {name}{CODES}", "one would be dropped")
+    if has_codes != (values.dtype == torch.int8):
+        found = name + CODES if has_codes else name
+        raise bad_state(
+            f"{found} of {who} is {values.dtype}",
+            f"moments are fp32 or bf16, and int8 under the name {name}{CODES}",
+        )
+    return values, saved.get(name + SCALES)
 
 
 def _saved_dtype(p: Tensor, saved: Mapping[str, Any]) -> torch.dtype:
@@ -291,28 +310,28 @@ def _saved_dtype(p: Tensor, saved: Mapping[str, Any]) -> torch.dtype:
     return saved[WEIGHT_DTYPE].dtype if WEIGHT_DTYPE in saved else p.dtype
 
 
-def _check_tensor(p: Tensor, name: str, value: Any) -> None:
+def _check_tensor(who: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         raise bad_state(
-            f"{name} of a parameter of shape {list(p.shape)} is {type(value).__name__}",
+            f"{name} of {who} is {type(value).__name__}",
             "it is a dense tensor, with values",
         )
     if is_dense(value) and not has_memory(value):
-        raise bad_state(f"the memory of {name} of a parameter of shape {list(p.shape)} was freed", "it has no values")
+        raise bad_state(f"the memory of {name} of {who} was freed", "it has no values")
     is_right = {WEIGHT_SUM: value.dtype == torch.int64, WEIGHT_DTYPE: value.dtype in HALF_DTYPES}.get(name)
     if is_right is not None and (value.numel() != 1 or not is_right):
         raise bad_state(f"{name} is {value.dtype} of shape {list(value.shape)}", "it says which weight it belongs to")
 
 
-def _check_shape(p: Tensor, name: str, values: Tensor) -> None:
+def _check_shape(who: str, p: Tensor, name: str, values: Tensor) -> None:
     if values.shape != p.shape:
         raise bad_state(
-            f"{name} has shape {list(values.shape)}, and belongs to a parameter of shape {list(p.shape)}",
+            f"{name} has shape {list(values.shape)}, and belongs to {who}",
             "it is the state of another model, or of the same one in another order",
         )
 
 
-def _check_scales(p: Tensor, name: str, values: Tensor, scales: Tensor | None) -> None:
+def _check_scales(who: str, p: Tensor, name: str, values: Tensor, scales: Tensor | None) -> None:
     if (values.dtype == torch.int8) != (scales is not None):
         with_or_without = "with" if scales is not None else "without"
         raise bad_state(f"{name} is {values.dtype}, {with_or_without} scales", "only int8 has them")
@@ -323,20 +342,20 @@ def _check_scales(p: Tensor, name: str, values: Tensor, scales: Tensor | None) -
     if wanted is None or (wanted.shape, wanted.dtype) != (scales.shape, scales.dtype):
         raise bad_state(
             f"scales of {name} are {scales.dtype} of shape {list(scales.shape)}",
-            f"a parameter of shape {list(p.shape)} has another number of groups, or none",
+            f"{who} has another number of groups, or none",
         )
 
 
-def _check_values(p: Tensor, name: str, values: Tensor, which: int) -> None:
+def _check_values(who: str, name: str, values: Tensor, which: int) -> None:
     """Nothing that these optimizers have written is inf or NaN, and no second moment is negative."""
     if name.endswith(SCALES) and bool(((values.to(torch.int32) & 0xFFFF) > storage.LARGEST_SCALE).any()):
-        raise bad_state(f"{name} of a parameter of shape {list(p.shape)} has a scale of inf or NaN", "it was damaged")
+        raise bad_state(f"{name} of {who} has a scale of inf or NaN", "it was damaged")
     if not values.is_floating_point() or not values.numel():
         return
     lowest, highest = (float(value) for value in torch.aminmax(values.detach()))
     if not -math.inf < lowest <= highest < math.inf or (which == 1 and lowest < 0):
         raise bad_state(
-            f"{name} of a parameter of shape {list(p.shape)} has values from {lowest:g} to {highest:g}",
+            f"{name} of {who} has values from {lowest:g} to {highest:g}",
             "a step with inf, NaN or a negative second moment would spread it over the weights",
             "load a state from before the run diverged",
         )
@@ -353,7 +372,9 @@ def as_torch(optimizer: PackedOptimizer, torch_class: Callable[..., torch.optim.
         if p.dtype in HALF_DTYPES:
             p.grad, p.data = None, optimizer.full_weight(p)
         moments = {
-            name: keeping.moment_value(state[name], state.get(name + SCALES), which)
+            name: keeping.moment_value(
+                state[keeping.values_name(name, member.keeping.moment)], state.get(name + SCALES), which
+            )
             for which, name in enumerate(member.keeping.names)
         }
         kept = moments if torch_class is torch.optim.SGD else {STEP: state[STEP].clone(), **moments}

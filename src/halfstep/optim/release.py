@@ -111,7 +111,7 @@ class GradientRelease:
                 self._groups[p] = index
                 if p.requires_grad and p not in self._handles:
                     if p.dtype == torch.float16:
-                        raise refusals.release_of_fp16(p)
+                        raise refusals.release_of_fp16(p, self._names.get(p))
                     self._handles[p] = p.register_post_accumulate_grad_hook(self._use)
 
     def backward(self, loss: Tensor) -> ReleaseOutcome:
@@ -150,9 +150,9 @@ class GradientRelease:
     def _use(self, p: Tensor) -> None:
         """A gradient is complete: step, and free it."""
         if self._flags is None:
-            raise refusals.foreign_backward(p)
+            raise refusals.foreign_backward(p, self._names.get(p))
         if p in self._norms:
-            raise refusals.used_twice(p)
+            raise refusals.used_twice(p, self._names.get(p))
         gradient, p.grad = p.grad, None
         if gradient is None or not gradient.numel():
             return
@@ -284,7 +284,8 @@ def release_gradients(
     others = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
     if others:
         raise refusals.trained_elsewhere(optimizer, others)
+    names = {p: name for name, p in model.named_parameters()}
     fp16 = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float16]
     if fp16:
-        raise refusals.release_of_fp16(fp16[0])
+        raise refusals.release_of_fp16(fp16[0], names.get(fp16[0]))
     return GradientRelease(model, optimizer, clip_norm, clip_by)

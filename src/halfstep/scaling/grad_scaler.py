@@ -209,6 +209,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not allow_fp16 and any(g.dtype in (torch.float16, torch.complex32) for g in gradients):
+            if hasattr(optimizer, "clip_norm"):  # those of halfstep.optim clip by themselves, by the true gradient
+                raise refusals.fp16_gradients(optimizer, type(optimizer).__name__)
             raise refusals.fp16_gradients(optimizer)
         inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())  # callers of this private name pass [1] too
         self._books.take_over_gradients(optimizer)

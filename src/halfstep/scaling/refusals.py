@@ -54,13 +54,13 @@ def nothing_checked() -> NotScaledError:
     )
 
 
-def fp16_gradients(optimizer: torch.optim.Optimizer) -> Fp16GradientError:
+def fp16_gradients(optimizer: torch.optim.Optimizer, clipper: str = "halfstep.Stepper") -> Fp16GradientError:
     """``unscale_`` would flush small fp16 gradients to zero."""
     return Fp16GradientError(
         asked="Attempting to unscale FP16 gradients.",
         true=f"{_called(optimizer)} has fp16 gradients, whose smallest value is 5.96e-8",
         why="unscaled in place, a gradient of 1e-8 becomes 0: what the scaling saved would be lost",
-        fix="leave unscale_() out: step() unscales in fp32; to clip, use halfstep.Stepper(clip_norm=...)",
+        fix=f"leave unscale_() out: step() unscales in fp32; to clip, use {clipper}(clip_norm=...)",
     )
 
 
