@@ -51,6 +51,17 @@ def test_04_sam_resists_wrong_labels_and_a_penalty_holds_the_norm_near_one():
     assert result["no penalty"] > 10
 
 
+def test_05_fewer_bytes_learn_as_much_and_a_checkpoint_resumes_bit_for_bit():
+    result, printed = run("05")
+    *bytes_in_fp32, accuracy_in_fp32 = result["fp32"]
+    *bytes_packed, accuracy = result["packed"]
+    assert bytes_in_fp32 == pytest.approx([4.0, 8.0], rel=1e-3)
+    assert bytes_packed == pytest.approx([2.0, 3.15], rel=1e-2)
+    assert accuracy > accuracy_in_fp32 - 0.02 > 0.9
+    assert result["is_same"]
+    assert "bit for bit: True" in printed
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_explained_and_downloads_nothing(path):
     text = path.read_text(encoding="utf-8")
@@ -59,8 +70,8 @@ def test_an_example_is_short_explained_and_downloads_nothing(path):
     assert f"python examples/{path.name}" in (ast.get_docstring(tree) or "")
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} <= {"math", "torch", "halfstep"}
+    assert {name.split(".")[0] for name in imported} <= {"math", "tempfile", "torch", "sklearn", "halfstep"}
 
 
-def test_there_are_four():
-    assert [path.name[:2] for path in EXAMPLES] == ["01", "02", "03", "04"]
+def test_there_are_five():
+    assert [path.name[:2] for path in EXAMPLES] == ["01", "02", "03", "04", "05"]

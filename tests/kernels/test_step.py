@@ -1,9 +1,11 @@
 """One step on every executor: the same bits, whatever the rule, the storage, the shape and the number of threads."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.kernels import rounding, rules, storage, torch_step
 from halfstep.kernels.slots import Kept, Slot, Turn, finite
@@ -120,6 +122,50 @@ def test_gradients_of_another_dtype(dtype, gradient_dtype):
     run(executor.step, rules.ADAM, ours, gradient_dtype=gradient_dtype)
     run(torch_step.step, rules.ADAM, wanted, gradient_dtype=gradient_dtype)
     assert_same_bits(ours[0], wanted[0])
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.name)
+@pytest.mark.parametrize(("dtype", "master"), MASTERS, ids=str)
+def test_a_few_rows_at_a_time_are_the_same_bits(dtype, master, moment, monkeypatch):
+    """Counts, skipped steps and counters included; what is unpacked at once is bounded."""
+    sizes = []
+
+    def watched(weight, *arguments):
+        sizes.append(weight.numel())
+        return rules.adam(weight, *arguments)
+
+    ungrouped = Moment.BF16 if moment == Moment.INT8 else moment
+    kinds = [(shape, moment) for shape in SHAPES] + [(shape, ungrouped) for shape in [(0, 4), (), (400,)]]
+    ours = [new_slot(shape, dtype, master, rules.ADAM, kind) for shape, kind in kinds]
+    for place, slot in enumerate(ours):
+        slot.index, slot.step = 17 * place, torch.tensor(4.0)
+    wanted = [copy_of(slot) for slot in ours]
+    gradients = [torch.randn(slot.weight.shape).to(dtype) for slot in ours]
+    keys = [*range(len(ours))]
+    for number, (lr, found_inf) in enumerate([(1e-2, 0.0), (1e-2, 1.0), *[(3e38, 0.0)] * 4], 1):
+        numbers = rules.adam_numbers({**GROUPS["adam"], "lr": lr, "weight_decay": 0.0}, number)
+        arguments = gradients, numbers, 1.0, keys, torch.tensor(found_inf), True
+        whole = torch_step.step(turn_of(rules.ADAM, wanted, *arguments))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_step, "AT_ONCE", 150)
+            counts = torch_step.step(turn_of(dataclasses.replace(rules.ADAM, function=watched), ours, *arguments))
+        assert list(map(int, counts)) == list(map(int, whole))
+        assert (counts.updated > 0) == (found_inf == 0.0)
+        for our, right in zip(ours, wanted, strict=True):
+            assert_same_bits(our, right)
+    assert counts.saturated > 0
+    assert sizes == [*[140] * 20, 96, *[1030] * 5, 120, 1, 124, 93, 1, 150, 150, 100] * 6
+    assert [slot.step.item() for slot in ours] == [9.0] * len(ours)
+
+
+def test_nothing_is_read_by_the_host(monkeypatch):
+    """Of fake tensors it could not be; nor of a device without a wait."""
+    monkeypatch.setattr(torch_step, "AT_ONCE", 150)
+    with FakeTensorMode():
+        slot = new_slot((40, 70), BF16, Master.SPLIT8, rules.ADAM, Moment.INT8)
+        numbers, options = rules.adam_numbers(GROUPS["adam"], 1), {"keys": [3], "counts_stalled": True}
+        turn = turn_of(rules.ADAM, [slot], [torch.randn(40, 70)], numbers, found_inf=torch.zeros(()), **options)
+        assert torch_step.step(turn).stalled.shape == ()
 
 
 def test_kinds_and_sizes_mixed_in_one_call():
