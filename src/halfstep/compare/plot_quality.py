@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from halfstep.compare.plot_style import label_level, new_figure, style_of
@@ -77,9 +78,16 @@ def _scale_axes(axes: Any, rows: list[Row], changes: list[float], limit: float) 
     axes.set_yscale("symlog", linthresh=limit / 10, linscale=1.0, subs=[2, 5])
     # Room for names on both sides of the points that are close to zero.
     axes.set_ylim(min(-0.4 * limit, 3 * min(finite)), max(20 * limit, 5 * max(finite)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.4g}".replace("-", "−") if value else "0")
+    axes.yaxis.set_major_formatter(partial(_tick, smallest=limit / 10))
     held = [row.bytes_per_parameter for row in rows]
     axes.set_xlim(min(held) - 1.2, max(held) + 1.2)
+
+
+def _tick(value: float, _: int, smallest: float) -> str:
+    """Nothing between 0 and where the scale becomes logarithmic: there is no room."""
+    if 0 < abs(value) < 0.99 * smallest:
+        return ""
+    return f"{value:+.4g}".replace("-", "−") if value else "0"
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
