@@ -317,3 +317,66 @@ def test_what_was_prepared_serves_the_next_step_and_nothing_else():
         assert_same_bits(our, right)
     assert plans[0] is plans[1]
     assert plans[2] is not plans[1]
+
+
+@pytest.mark.parametrize("step", [executor.step, torch_step.step], ids=["numba", "torch"])
+def test_first_moments_saturate_and_keep_their_sign(step):
+    slots = [new_slot((2, length), FP32, Master.NONE, rules.SGD, moment) for moment in MOMENTS for length in (32, 31)]
+    for slot in slots:
+        slot.moments[0].values.fill_(127 if slot.moments[0].scales is not None else 1e38)
+        slot.moments[0].values[1] *= -1
+        if slot.moments[0].scales is not None:
+            slot.moments[0].scales.fill_(storage.LARGEST_SCALE - 2**16)
+    wanted = [copy_of(slot) for slot in slots]
+    gradients = [torch.zeros_like(slot.weight) for slot in slots]
+    for momentum in (3.0, 1e9):
+        numbers = (0.0, momentum, 0.0, 1.0, 0.0, 0.0)
+        step(turn_of(rules.SGD, slots, gradients, numbers))
+        torch_step.step(turn_of(rules.SGD, wanted, gradients, numbers))
+        for slot, right in zip(slots, wanted, strict=True):
+            assert_same_bits(slot, right)
+            value = torch_step.read_moment(slot.moments[0], 0)
+            assert value.isfinite().all()
+            assert (value[0] > 5e37).all()
+            assert (value[1] < -5e37).all()
+
+
+@pytest.mark.parametrize("default", [BF16, torch.float64])
+def test_the_default_dtype_changes_nothing(default):
+    ours = [new_slot((40, 70), BF16, Master.SPLIT8, rules.ADAM, Moment.INT8)]
+    wanted = [copy_of(slot) for slot in ours]
+    run(torch_step.step, rules.ADAM, wanted, gradient_dtype=BF16)
+    for step, slots in ((torch_step.step, [copy_of(slot) for slot in ours]), (executor.step, ours)):
+        torch.set_default_dtype(default)
+        try:
+            numbers = [rules.adam_numbers(GROUPS["adam"], number) for number in (1, 2, 3)]
+            for number, constants in enumerate(numbers, 1):
+                generator = torch.Generator().manual_seed(number)
+                gradient = torch.randn((40, 70), generator=generator, dtype=FP32).to(BF16)
+                slots[0].index = 0
+                multiplier = (1.0, -0.3, 2.0**-10)[number % 3]
+                step(turn_of(rules.ADAM, slots, [gradient], constants, multiplier, [storage.random_key(5, number, 0)]))
+        finally:
+            torch.set_default_dtype(FP32)
+        assert_same_bits(slots[0], wanted[0])
+
+
+def test_a_turn_in_which_some_have_no_plain_memory_counts_each_once():
+    slots = [new_slot((40, 70), BF16, Master.SPLIT, rules.ADAM, Moment.INT8) for _ in range(3)]
+    slots.append(new_slot((3, 1), BF16, Master.SPLIT, rules.ADAM, Moment.INT8))
+    for slot in slots:
+        slot.step = torch.tensor(0.0)
+    wanted = [copy_of(slot) for slot in slots]
+    gradients = [torch.randn(slot.weight.shape).to(BF16) for slot in slots]
+
+    class Odd(torch.Tensor):
+        """Of which the loops know nothing."""
+
+    numbers = rules.adam_numbers(GROUPS["adam"], 1)
+    executor.step(
+        turn_of(rules.ADAM, slots, [gradients[0].as_subclass(Odd), *gradients[1:]], numbers, keys=[1, 2, 3, 4])
+    )
+    torch_step.step(turn_of(rules.ADAM, wanted, gradients, numbers, keys=[1, 2, 3, 4]))
+    for slot, right in zip(slots, wanted, strict=True):
+        assert_same_bits(slot, right)
+        assert slot.step == 1

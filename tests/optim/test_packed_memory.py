@@ -39,15 +39,22 @@ def test_a_weight_whose_storage_is_freed(executor, size, is_first):
 
 
 @pytest.mark.parametrize("name", ["rest", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales"])
-@pytest.mark.parametrize("how", ["storage", "resize", "data", "dtype"])
+@pytest.mark.parametrize("how", ["storage", "cut", "resize", "shorter", "transposed", "data", "dtype"])
 def test_a_state_that_is_changed_in_place(executor, name, how):
     p, optimizer = make(executor, moments="int8")
     optimizer.step()
     before, value = p.detach().clone(), optimizer.state[p][name]
     if how == "storage":
         value.untyped_storage().resize_(0)
+    elif how == "cut":  # freed and filled again: it may be at its old address
+        value.untyped_storage().resize_(0)
+        value.untyped_storage().resize_(value.numel() * value.element_size() // 2)
     elif how == "resize":
         value.resize_(0)
+    elif how == "shorter":
+        value.resize_(10)
+    elif how == "transposed":
+        value.t_()
     elif how == "data":
         value.data = torch.zeros(1, dtype=value.dtype)
     else:

@@ -37,13 +37,17 @@ class Kept:
 class Slot:
     """One parameter, from step to step; all its tensors are contiguous and on one device.
 
+    They stay where they are: executors remember their addresses. Whoever moves one, or exchanges its memory, makes a
+    new slot.
+
     Args:
         weight: fp32, bf16 or fp16; written.
         master: what is kept beside the weight.
         rest: the fp32 master, or what :func:`halfstep.kernels.storage.split` leaves; None where nothing is kept.
         moments: in the order of the rule's arguments.
         index: of the first element in the whole tensor, if this is a shard of it.
-        step: 0-dim fp32, how often it was stepped: counted by the executor, which knows. None if nobody asks.
+        step: 0-dim fp32, how often it was stepped: counted by the executor, for on a device nobody else knows whether
+            the step is taken. None if nobody asks.
         prepared: for turns of this slot alone, see :class:`Turn`.
     """
 
@@ -60,10 +64,14 @@ class Slot:
         for tensor in (self.weight, self.rest, *(moment.values for moment in self.moments)):
             assert tensor is None or (tensor.shape == self.weight.shape and tensor.is_contiguous())
             assert tensor is None or tensor.device == self.weight.device
+        if self.step is not None:
+            assert (self.step.dtype, self.step.dim()) == (torch.float32, 0)
+            assert self.step.device == self.weight.device
         assert self.row == 0 or self.weight.dim() > 1, "groups lie in the rows of a matrix"
         for moment in self.moments:
             num_groups = len(self.weight) * -(-self.row // GROUP) if moment.scales is not None else 0
             assert moment.scales is None or (moment.scales.numel() == num_groups and moment.scales.is_contiguous())
+            assert moment.scales is None or moment.scales.device == self.weight.device
 
     @cached_property
     def row(self) -> int:

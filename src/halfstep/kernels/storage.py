@@ -56,9 +56,13 @@ _Word = TypeVar("_Word", int, Tensor)
 BF16_BOUND = 0x7F7F8000  # magnitudes from here on would round to bf16's infinity
 _LARGEST_SPLIT = BF16_BOUND - 1
 _NAN = 0x7FC00000  # whose upper half is a NaN too
-# Of the 16 bits of a scale: 2**-100, so that 255 divided by it is finite and 0 is never divided by 0; and the last
-# number before infinity.
-SMALLEST_SCALE, LARGEST_SCALE = 0x1B00, 0xFEFF
+# Of the 16 bits of a scale: 2**-100, so that 255 divided by it is finite and 0 is never divided by 0; and 2**126, so
+# that it can be added to a value.
+SMALLEST_SCALE, LARGEST_SCALE = 0x1B00, 0xFD00
+LARGEST_FIRST = 2.0**126  # what is beyond becomes that
+LARGEST_ROOT = 2.0**64 * (1 - 2.0**-24)  # of fp32's largest number
+# In fp32 patterns: 1 or 128, and half of the last of the random bits that follow.
+UP_FROM_1, UP_FROM_128 = 0x3F800800, 0x43000010
 
 # ---- random bits ----------------------------------------------------------------------------------------------------
 
@@ -71,11 +75,20 @@ def random_key(seed: int | Tensor, step: _Word, tensor: _Word) -> _Word:
         step: how often the tensor was stepped, this step included; an int, or int64 numbers of many tensors.
         tensor: its number in the optimizer; likewise.
     """
-    return with_number(with_number(with_number(0, seed), step), tensor)  # type: ignore[no-any-return]
+    return with_tensor(step_key(seed, step), tensor)  # type: ignore[no-any-return]
 
 
-def with_number(key: Any, number: Any) -> Any:
-    """A key that depends on one number more, of 64 bits."""
+def step_key(seed: Any, step: Any) -> Any:
+    """The part of a key that all tensors share."""
+    return _with_number(_with_number(0, seed), step)
+
+
+def with_tensor(key: Any, tensor: Any) -> Any:
+    """The key of a tensor, from that of the step."""
+    return _with_number(key, tensor)
+
+
+def _with_number(key: Any, number: Any) -> Any:
     for word in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
         key = _mixed(key ^ word)
     return key
@@ -235,6 +248,7 @@ def encode_first(values: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Te
     Returns:
         codes ``[..., GROUP]`` in int8 and scales ``[...]``, see :func:`encode_scale`.
     """
+    values = values.clamp(-LARGEST_FIRST, LARGEST_FIRST)
     scale = encode_scale(values.abs().amax(-1), up=bits is not None)
     code = values / (decode_scale(scale).unsqueeze(-1) + values.abs()) * 254.0
     return _to_integers(code, bits, 128).to(torch.int8), scale
@@ -272,8 +286,8 @@ def _to_integers(code: Tensor, bits: Tensor | None, shift: int) -> Tensor:
     """
     if bits is None:
         return code.round()
-    u = ((bits >> 5) * 2 + 1) * 2.0**-12 + shift
-    return (code + u.to(torch.float32)).to(torch.int32) - shift
+    u = ((bits >> 5) * 2 + 1).to(torch.float32) * 2.0**-12 + shift
+    return (code + u).to(torch.int32) - shift
 
 
 def decode_second(codes: Tensor, scale: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from halfstep.optim.keeping import Keeping
 from halfstep.optim.packed_options import DTYPES
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+# Of a tensor: its address, the bytes of its storage, its shape, strides and dtype.
+Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(eq=False)
@@ -32,10 +34,7 @@ class Member:
         order: of its memory, see :func:`keeping.memory_order`.
         slot: the parameter as executors see it.
         kept: the tensors of its state, when the slot was made; the first counts its steps.
-        place: where the parameter was then.
-        device: that all of it is on.
-        addresses: of ``kept``.
-        is_plain: whether ``kept`` has no subclasses of tensors.
+        places: where the parameter and ``kept`` were then.
     """
 
     parameter: Tensor
@@ -44,19 +43,14 @@ class Member:
     order: tuple[int, ...] | None
     slot: Slot
     kept: list[Tensor]
-    place: Place
-    device: torch.device
-    addresses: list[int]
-    is_plain: bool
+    places: list[Place]
 
     def is_present(self, state: Mapping[str, Tensor]) -> bool:
         """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
-        p, kept = self.parameter, self.kept
-        # Whoever frees a storage, or changes its size, moves it; one tensor less is not all there.
+        kept = self.kept
         if len(state) < len(kept) or not all(map(is_, state.values(), kept)):
             return False
-        addresses = [t.data_ptr() for t in kept] if self.is_plain else addresses_of(kept)
-        return addresses == self.addresses and place_of(p) == self.place
+        return [*map(place_of, (self.parameter, *kept))] == self.places
 
 
 class Row(NamedTuple):
@@ -78,19 +72,15 @@ def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keepin
     order = keeping.memory_order(p)
     slot = keeping.slot_of(p, state, kept, order)
     own = [state[name] for name in keeping.names_of(kept)]
-    is_plain = all(type(t) in _PLAIN for t in own)
-    return Member(p, number, kept, order, slot, own, place_of(p), p.device, addresses_of(own), is_plain)
+    return Member(p, number, kept, order, slot, own, [*map(place_of, (p, *own))])
 
 
-def addresses_of(tensors: list[Tensor]) -> list[int]:
-    """Where they are. A subclass may have no memory of its own, as FakeTensor has none: then which storage it has."""
-    return [t.data_ptr() if type(t) in _PLAIN else t.untyped_storage()._cdata for t in tensors]
-
-
-def place_of(p: Tensor) -> Place:
-    """Where a parameter is, and how: dtype, shape and strides."""
-    address = p.data_ptr() if type(p) in _PLAIN else p.untyped_storage()._cdata
-    return address, p.dtype, p.shape, p.stride()
+def place_of(t: Tensor) -> Place:
+    """Asked of every tensor in every step. (A storage that is freed and filled again may come back to its address.)"""
+    # A subclass may have no memory of its own, as FakeTensor has none: then which storage it has.
+    storage = t.untyped_storage()
+    address = t.data_ptr() if type(t) in _PLAIN else storage._cdata
+    return address, storage.nbytes(), t.shape, t.stride(), t.dtype
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -103,7 +93,7 @@ def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Ten
     """The gradient in the order of its parameter's memory, if the rule can take it."""
     if gradient.layout is not torch.strided or gradient.dtype not in DTYPES:
         raise refusals.bad_gradient(optimizer, member.parameter, gradient)
-    if gradient.shape != member.place[2] or gradient.device != member.device:
+    if gradient.shape != member.parameter.shape or gradient.device != member.slot.weight.device:
         raise refusals.gradient_of_another(optimizer, member.parameter, gradient)
     if not has_memory(gradient) and is_dense(gradient):
         raise refusals.freed(optimizer, "the gradient", member.parameter)

@@ -54,9 +54,9 @@ def _on_host(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple
     constants = finite(constants)[of_kind]
     if not any(row.member.slot.needs_chance for row in rows):
         return constants, torch.zeros(len(rows), dtype=torch.int64, device="cpu")
-    keys = [storage.with_number(storage.with_number(0, groups[index]["seed"]), int(step)) for index, step in places]
+    keys = torch.tensor([storage.step_key(groups[index]["seed"], int(step)) for index, step in places], device="cpu")
     tensors = torch.tensor([row.member.number for row in rows], device="cpu")
-    return constants, storage.with_number(torch.tensor(keys, device="cpu")[of_kind], tensors)
+    return constants, storage.with_tensor(keys[of_kind], tensors)
 
 
 def _on_device(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def _weight_sum(p: Tensor) -> Tensor:
 
 def check_state(optimizer: PackedOptimizer, member: Member, state: Mapping[str, Any]) -> None:
     """Refuse a parameter or a state that was exchanged for one that does not fit."""
-    p, (_, dtype, shape, strides) = member.parameter, member.place
+    p, (_, _, shape, strides, dtype) = member.parameter, member.places[0]
     device = member.slot.weight.device
     if (dtype, shape, strides, device) != (p.dtype, p.shape, p.stride(), p.device):
         was = f"{dtype}, {list(shape)} with strides {list(strides)} on {device}"

@@ -30,6 +30,8 @@ V = Any
 
 _U15, _UP = uint32(15), uint32(0x7FFF)
 _SMALLEST_SCALE, _LARGEST_SCALE = uint32(storage.SMALLEST_SCALE), uint32(storage.LARGEST_SCALE)
+_LARGEST_FIRST = uint32(np.float32(storage.LARGEST_FIRST).view(np.uint32))
+_UP_FROM_1, _UP_FROM_128 = uint32(storage.UP_FROM_1), uint32(storage.UP_FROM_128)
 _254, _255 = np.float32(254), np.float32(255)
 _ELEVEN = uint32(0xFFE00000)  # the upper 11 of 32 random bits
 
@@ -121,22 +123,33 @@ def _decode_second(codes: V, at: V, values: V, start: V, unit: V, n: V) -> None:
 @inner
 def write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, chance: V) -> None:
     """A block's scales, then its codes."""
-    group = _group_index(at, row)
+    if _write_first(codes, scales, at, n, row, values, units, chance) > _LARGEST_FIRST:
+        m.clamp_firsts(values, n, _LARGEST_FIRST, _LARGEST_FIRST)
+        _write_first(codes, scales, at, n, row, values, units, chance)
+
+
+@inner
+def _write_first(codes: V, scales: V, at: V, n: V, row: V, values: V, units: V, chance: V) -> V:
+    """Without care; the largest magnitude, as a pattern."""
+    group, largest = _group_index(at, row), uint32(0)
     if row % GROUP == 0:
         for i in range(n // GROUP):
             top = largest_magnitude(NEXT_FIRST, GROUP, values, i * GROUP)
+            largest = max(largest, top)
             store(UNITS, F32, units, i, _put_scale(FIRST_SCALES, scales, group + i, top))
         for i in range(n // GROUP):
             _encode_first(codes, at + i * GROUP, values, i * GROUP, load(UNITS, F32, units, i), GROUP, chance)
-        return
+        return largest
     start = 0
     while start < n:
         length, top = _length(start, at, n, row), uint32(0)
         for i in range(length):
             top = max(top, m.magnitude_of(load(NEXT_FIRST, F32, values, start + i)))
+        largest = max(largest, top)
         unit = _put_scale(FIRST_SCALES, scales, group, top)
         _encode_first(codes, at + start, values, start, unit, length, chance)
         start, group = start + length, group + 1
+    return largest
 
 
 @inner
@@ -175,7 +188,7 @@ def _encode_first(codes: V, at: V, values: V, start: V, unit: V, n: V, chance: V
     for i in range(n):
         value = load(NEXT_FIRST, F32, values, start + i)
         random = uint32(m.first_word(chance, start + i) & _ELEVEN)
-        up = float_of(uint32(uint32(random >> uint32(16)) | uint32(0x43000010)))  # 128 and 11 random bits
+        up = float_of(uint32(uint32(random >> uint32(16)) | _UP_FROM_128))
         code = value / (unit + abs(value)) * _254
         store(FIRST, I8, codes, at + i, int8(int32(code + up) - int32(128)))
 
@@ -185,6 +198,6 @@ def _encode_second(codes: V, at: V, values: V, start: V, factor: V, n: V, chance
     for i in range(n):
         root = load(NEXT_SECOND, F32, values, start + i)
         random = uint32(m.second_word(chance, start + i) & _ELEVEN)
-        up = float_of(uint32(uint32(random >> uint32(9)) | uint32(0x3F800800)))  # 1 and 11 random bits
+        up = float_of(uint32(uint32(random >> uint32(9)) | _UP_FROM_1))
         code = int32(int32(root * factor + up) - int32(1))
         store(SECOND, I8, codes, at + i, int8(max(code, int32(root > 0))))

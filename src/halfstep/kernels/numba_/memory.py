@@ -74,14 +74,14 @@ _HALF_BLOCK = BLOCK // 2
 
 STRIP = 64  # elements
 _AHEAD = 512  # elements, of all that is read: a few of the pages of memory before which a processor stops looking ahead
-_LINE = 64  # bytes
+_LINE_BYTES = 64  # bytes
 
 
 @inner
 def fetch(address: V, width: V, at: V) -> None:
     """Ask for the part of a tensor that is read a few strips later, as long as it is a strip."""
     start = address + (at + _AHEAD) * width
-    for ahead in range(0, STRIP * width, _LINE):
+    for ahead in range(0, STRIP * width, _LINE_BYTES):
         prefetch(start + ahead)
 
 
@@ -297,7 +297,7 @@ def _clamp_buffer(role: int) -> Callable[..., Any]:
     return clamp
 
 
-_clamp_weights, _clamp_firsts, _clamp_seconds = map(_clamp_buffer, (NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND))
+_clamp_weights, clamp_firsts, _clamp_seconds = map(_clamp_buffer, (NEXT_WEIGHT, NEXT_FIRST, NEXT_SECOND))
 
 
 @inner
@@ -419,7 +419,7 @@ def _by_chance_to_fp16(value: V, chance: V) -> V:
 
 # ---- chance ---------------------------------------------------------------------------------------------------------
 
-_STEP = uint32(0x9E3779B1)
+_GOLDEN = uint32(0x9E3779B1)
 
 
 @inner
@@ -434,22 +434,22 @@ def _mixed(word: V) -> V:
 @inner
 def write_chance(layout: V, bits: V, key: V, index: V, n: V) -> None:
     """32 random bits for each element; see ``storage.random_bits``."""
-    word = uint32(uint32(index) * _STEP)
+    word = uint32(uint32(index) * _GOLDEN)
     if layout:
         for i in range((n + 1) // 2):
             store(CHANCE, U32, bits, i, _mixed(uint32(word ^ key)))
-            store(CHANCE, U32, bits, i + _HALF_BLOCK, _mixed(uint32(uint32(word + _STEP) ^ key)))
-            word = uint32(word + uint32(_STEP + _STEP))
+            store(CHANCE, U32, bits, i + _HALF_BLOCK, _mixed(uint32(uint32(word + _GOLDEN) ^ key)))
+            word = uint32(word + uint32(_GOLDEN + _GOLDEN))
     else:
         for i in range(n):
             store(CHANCE, U32, bits, i, _mixed(uint32(word ^ key)))
-            word = uint32(word + _STEP)
+            word = uint32(word + _GOLDEN)
 
 
 @inner
 def first_word(chance: V, i: V) -> V:
     """An element's random bits for its first moment; the upper ones are used."""
-    return uint32(load(CHANCE, U32, chance, i) * _STEP)
+    return uint32(load(CHANCE, U32, chance, i) * _GOLDEN)
 
 
 @inner
@@ -493,5 +493,5 @@ def _bf16_writer(role: int, next_role: int, clamp: Callable[..., Any], word_of: 
     return write
 
 
-write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, _clamp_firsts, first_word)
+write_bf16_first = _bf16_writer(FIRST, NEXT_FIRST, clamp_firsts, first_word)
 write_bf16_second = _bf16_writer(SECOND, NEXT_SECOND, _clamp_seconds, second_word)

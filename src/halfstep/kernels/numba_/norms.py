@@ -22,8 +22,8 @@ from halfstep.kernels.numba_.compiling import compiled, inner
 from halfstep.kernels.numba_.loops import Table, has_plain_memory
 
 _BLOCK = 512  # elements
-_AHEAD = 4096  # bytes: a page
-_LINE = 64
+_AHEAD_BYTES = 4096  # bytes: a page
+_LINE_BYTES = 64
 # What fp32 drops of squares below its smallest number is less than 2**-24 of a sum from here on.
 _TRUSTED = np.float32(2.0**-90)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,8 +106,8 @@ def _squares(dtype: int) -> Callable[..., Any]:
             high = min((size + _BLOCK - 1) // _BLOCK, (stop - base + _BLOCK - 1) // _BLOCK)
             for block in range(low, high):
                 address, length = addresses[tensor, 0] + width * block * _BLOCK, min(_BLOCK, size - block * _BLOCK)
-                for ahead in range(0, length * width, _LINE):
-                    prefetch(address + _AHEAD + ahead)
+                for ahead in range(0, length * width, _LINE_BYTES):
+                    prefetch(address + _AHEAD_BYTES + ahead)
                 total = _sum(dtype, address, length)
                 is_trusted = _TRUSTED <= total < np.float32(np.inf)
                 sums[firsts[tensor] + block] = total if is_trusted else _careful_sum(dtype, address, length)

@@ -50,6 +50,7 @@ from halfstep.kernels.numba_.memory import (
     WEIGHT,
 )
 from halfstep.kernels.slots import GRADIENT_CAP
+from halfstep.kernels.storage import LARGEST_ROOT
 
 V = Any
 SIGNATURE = types.int64(*[types.int64] * 6)
@@ -57,9 +58,11 @@ ROW, INDEX, KEY = range(3)  # a tensor's row of facts
 NUM_CONSTANTS = 10  # the factor on the gradient, and those of the rule that has most
 
 _CAP, _NAN = np.float32(GRADIENT_CAP), np.float32(np.nan)
-_LARGEST_ROOT = np.sqrt(np.finfo(np.float32).max)
+_LARGEST_ROOT = np.float32(LARGEST_ROOT)
 _FP32, _BF16, _INT8 = m.MOMENT_FP32, m.MOMENT_BF16, m.MOMENT_INT8
 _adam, _sgd, _lion = inner(rules.adam), inner(rules.sgd), inner(rules.lion)
+_RULES = (rules.ADAM.name, rules.SGD.name, rules.LION.name)
+_ADAM, _SGD, _ = range(3)  # their places
 
 
 @inner
@@ -215,20 +218,29 @@ def _fetch(where: V, widths: V, at: V) -> None:
     m.fetch(where[4], widths[4], at)
 
 
-def _adam_stage(layout: int, *variant: int) -> Callable[..., Any]:
+@inner
+def _step(rule: V, variant: V, where: V, c: V, buffers: V, at: V, i: V, part: V) -> V:
+    if rule == _ADAM:
+        return _step_adam(variant, where, c, buffers, at, i, part)
+    if rule == _SGD:
+        return _step_sgd(variant, where, c, buffers, at, i, part)
+    return _step_lion(variant, where, c, buffers, at, i, part)
+
+
+def _rule(rule: int, layout: int, *variant: int) -> Callable[..., Any]:
     widths = _widths(*variant)
 
-    def adam(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
+    def rule_stage(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
         where, c, top = _where(addresses), _numbers(numbers), uint32(0)
         if layout:
             for _ in range(2):
                 for strip in range(0, n // 2, m.STRIP // 2):
                     _fetch(where, widths, at + 2 * strip)
                     for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
-                        top = max(top, _step_adam(variant, where, c, buffers, at, i, LOWER))
-                        top = max(top, _step_adam(variant, where, c, buffers, at, i, UPPER))
+                        top = max(top, _step(rule, variant, where, c, buffers, at, i, LOWER))
+                        top = max(top, _step(rule, variant, where, c, buffers, at, i, UPPER))
                 if n % 2:
-                    top = max(top, _step_adam(variant, where, c, buffers, at, n // 2, LAST))
+                    top = max(top, _step(rule, variant, where, c, buffers, at, n // 2, LAST))
                 if top < m.BOUND:
                     break
                 m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
@@ -236,64 +248,10 @@ def _adam_stage(layout: int, *variant: int) -> Callable[..., Any]:
         for strip in range(0, n, m.STRIP):
             _fetch(where, widths, at + strip)
             for i in range(strip, min(strip + m.STRIP, n)):
-                top = max(top, _step_adam(variant, where, c, buffers, at, i, PLAIN))
+                top = max(top, _step(rule, variant, where, c, buffers, at, i, PLAIN))
         return _hold(variant, where, at, n) if top >= INFINITY else 0
 
-    return adam
-
-
-def _sgd_stage(layout: int, *variant: int) -> Callable[..., Any]:
-    widths = _widths(*variant)
-
-    def sgd(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        where, c, top = _where(addresses), _numbers(numbers), uint32(0)
-        if layout:
-            for _ in range(2):
-                for strip in range(0, n // 2, m.STRIP // 2):
-                    _fetch(where, widths, at + 2 * strip)
-                    for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
-                        top = max(top, _step_sgd(variant, where, c, buffers, at, i, LOWER))
-                        top = max(top, _step_sgd(variant, where, c, buffers, at, i, UPPER))
-                if n % 2:
-                    top = max(top, _step_sgd(variant, where, c, buffers, at, n // 2, LAST))
-                if top < m.BOUND:
-                    break
-                m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
-            return 0
-        for strip in range(0, n, m.STRIP):
-            _fetch(where, widths, at + strip)
-            for i in range(strip, min(strip + m.STRIP, n)):
-                top = max(top, _step_sgd(variant, where, c, buffers, at, i, PLAIN))
-        return _hold(variant, where, at, n) if top >= INFINITY else 0
-
-    return sgd
-
-
-def _lion_stage(layout: int, *variant: int) -> Callable[..., Any]:
-    widths = _widths(*variant)
-
-    def lion(addresses: V, facts: V, numbers: V, buffers: V, at: V, n: V) -> V:
-        where, c, top = _where(addresses), _numbers(numbers), uint32(0)
-        if layout:
-            for _ in range(2):
-                for strip in range(0, n // 2, m.STRIP // 2):
-                    _fetch(where, widths, at + 2 * strip)
-                    for i in range(strip, min(strip + m.STRIP // 2, n // 2)):
-                        top = max(top, _step_lion(variant, where, c, buffers, at, i, LOWER))
-                        top = max(top, _step_lion(variant, where, c, buffers, at, i, UPPER))
-                if n % 2:
-                    top = max(top, _step_lion(variant, where, c, buffers, at, n // 2, LAST))
-                if top < m.BOUND:
-                    break
-                m.mend_rests(where[0], where[1], at, n)  # and again: nothing has been written yet
-            return 0
-        for strip in range(0, n, m.STRIP):
-            _fetch(where, widths, at + strip)
-            for i in range(strip, min(strip + m.STRIP, n)):
-                top = max(top, _step_lion(variant, where, c, buffers, at, i, PLAIN))
-        return _hold(variant, where, at, n) if top >= INFINITY else 0
-
-    return lion
+    return rule_stage
 
 
 # ---- what packs -----------------------------------------------------------------------------------------------------
@@ -383,9 +341,7 @@ def _write_moment(layout: int, kind: int, which: int) -> Callable[..., Any]:
 
 
 _FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
-    "adam": _adam_stage,
-    "sgd": _sgd_stage,
-    "lion": _lion_stage,
+    "rule": _rule,
     "chance": _chance,
     "write_master": _write_master,
     "count_updated": _count_updated,
@@ -411,7 +367,8 @@ def stages_of(rule: rules.Rule, recipe: tuple[int, ...], *, counts_stalled: bool
     is_bf16 = dtype == gradient_dtype == m.BF16 and all(kind == _BF16 for kind, _ in moments)
     layout = int(is_bf16 and storage not in (m.MASTER_FP32, m.SPLIT8) and not counts_stalled)
     stages: Stages = [("read_moment", (which,)) for kind, which in moments if kind == _INT8]
-    stages.append((rule.name, (layout, gradient_dtype, dtype, storage, *kinds, int(is_direct))))
+    variant = gradient_dtype, dtype, storage, *kinds, int(is_direct)
+    stages.append(("rule", (_RULES.index(rule.name), layout, *variant)))
     stages += [("chance", (layout,))] * needs_chance
     stages += [("write_moment", (layout, *moment)) for moment in moments if moment[0] in (_BF16, _INT8)]
     write_master = "write_master", (layout, dtype, storage)

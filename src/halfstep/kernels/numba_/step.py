@@ -20,7 +20,7 @@ from halfstep.kernels.numba_.groups import group_start
 from halfstep.kernels.numba_.memory import BLOCK, NUM_BUFFERS, STEP
 from halfstep.kernels.numba_.stages import ROW
 
-_LINE = 16  # fp32 numbers in a line of the cache: vectors of a buffer shall not cross one
+_LINE_FLOATS = 16  # fp32 numbers in a line of the cache: vectors of a buffer shall not cross one
 
 
 @intrinsic
@@ -48,8 +48,8 @@ def step(addresses: Any, sizes: Any, start: int, stop: int, stages: Any, facts: 
         facts: int64 ``[tensors, 8]``; a row length above 0 says that moments are in groups, which are not cut.
         numbers: fp32 ``[tensors, NUM_CONSTANTS]``: the factor on the gradient, and the rule's constants.
     """
-    memory = np.zeros(NUM_BUFFERS * BLOCK + _LINE, np.float32)
-    buffers = (memory.ctypes.data + 4 * _LINE - 1) // (4 * _LINE) * (4 * _LINE)
+    memory = np.zeros(NUM_BUFFERS * BLOCK + _LINE_FLOATS, np.float32)
+    buffers = (memory.ctypes.data + 4 * _LINE_FLOATS - 1) // (4 * _LINE_FLOATS) * (4 * _LINE_FLOATS)
     totals = np.zeros(stages.size, np.int64)
     base = 0
     for tensor in range(sizes.size):

@@ -222,7 +222,8 @@ def step(
     if is_taken:
         program = programs + tl.program_id(0) * 2
         row = table + tl.load(program).to(tl.int64) * _COLUMNS
-        group = tl.load(program + 1) + tl.arange(0, _GROUPS)
+        first_group = tl.load(program + 1)
+        group = first_group + tl.arange(0, _GROUPS)
         lane = tl.arange(0, m.GROUP)[None, :]
         size = tl.multiple_of(tl.load(row + _SIZE), WIDTH)  # so that masks are alike for as many
         if IS_RAGGED:
@@ -237,9 +238,10 @@ def step(
             start = group.to(tl.int64) * m.GROUP
             at, group_mask = start[:, None] + lane, start < size
             mask = at < size
-        counter = tl.load(row + _STEP).to(tl.pointer_type(tl.float32))
-        if tl.load(program + 1) == 0 and tl.load(row + _STEP) != 0:
-            tl.store(counter, tl.load(counter) + 1.0)
+        counter = tl.load(row + _STEP)
+        if first_group == 0 and counter != 0:
+            steps = counter.to(tl.pointer_type(tl.float32))
+            tl.store(steps, tl.load(steps) + 1.0)
         place = tl.load(row + _PLACE)
         numbers = constants + place * (10 if RULE == _ADAM else 7)
         _block(

@@ -37,7 +37,9 @@ def _float(pattern: int) -> float:
     return float(torch.tensor(pattern, dtype=torch.int32, device="cpu").view(torch.float32))
 
 
-LARGEST, LARGEST_ROOT = tl.constexpr(FP32.largest), tl.constexpr(2.0**64 * (1 - 2.0**-24))
+LARGEST = tl.constexpr(FP32.largest)
+_LARGEST_FIRST, _LARGEST_ROOT = tl.constexpr(storage.LARGEST_FIRST), tl.constexpr(storage.LARGEST_ROOT)
+_UP_FROM_1, _UP_FROM_128 = tl.constexpr(storage.UP_FROM_1), tl.constexpr(storage.UP_FROM_128)
 _FP16_LARGEST, _BF16_LARGEST = tl.constexpr(FP16.largest), tl.constexpr(BF16.largest)
 _BF16_LIMIT = tl.constexpr(_float(BF16_BOUND - 1))  # the largest number that rounds to a finite bf16
 _SPLIT8_LIMIT = tl.constexpr(_float(BF16_BOUND - 0x81))  # and the one whose upper 24 bits do
@@ -277,19 +279,20 @@ def encoded(values: "V", random: "V", IS_SECOND: tl.constexpr) -> "V":
 
     What is added before the code is cut to an integer comes straight from the random bits: 1 or 128, and 11 of them.
     """
-    if IS_SECOND:  # the rule has this root already
-        values = tl.minimum(tl.sqrt_rn(values), LARGEST_ROOT, propagate_nan=_ALL)
-    if not IS_SECOND:
-        values = cut(values, LARGEST)
+    if IS_SECOND:
+        # The rule has this root already.
+        values = tl.minimum(tl.sqrt_rn(values), _LARGEST_ROOT, propagate_nan=_ALL)
+    else:
+        values = cut(values, _LARGEST_FIRST)
     scales = _scales(values)
     unit = _unit(scales)
     if IS_SECOND:
         codes = values * tl.div_rn(tl.full(unit.shape, 255.0, tl.float32), unit)
-        chance = float_of(((random >> 21) << 12) | 0x3F800800)
+        chance = float_of(((random >> 21) << 12) | _UP_FROM_1)
         codes = (codes + chance).to(tl.int32) - 1
         codes = tl.where(values > 0.0, tl.maximum(codes, 1), codes)
     else:
         codes = tl.div_rn(values, unit + tl.abs(values)) * 254.0
-        chance = float_of((((random * 0x9E3779B1) >> 21) << 5) | 0x43000010)
+        chance = float_of((((random * 0x9E3779B1) >> 21) << 5) | _UP_FROM_128)
         codes = (codes + chance).to(tl.int32) - 128
     return codes.to(tl.int8), scales.to(tl.uint16)
