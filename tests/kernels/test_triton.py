@@ -456,7 +456,9 @@ def recipe_of(rule, slot, gradient):
 
 
 def machine_code(capability, rule, slot, gradient):
-    constants = {**recipe_of(rule, slot, gradient), "RULE": rule.name, "COUNTS_STALLED": False}
+    num_constants = 1 + len(rule.numbers(GROUPS[rule.name], 1))
+    constants = {**recipe_of(rule, slot, gradient), "RULE": rule.name, "NUM_CONSTANTS": num_constants}
+    constants["COUNTS_STALLED"] = False
     types = {"table": "*i64", "programs": "*i32", "constants": "*fp32", "keys": "*i64", "found_inf": "*fp32"}
     signature = {**types, "counts": "*i64", **dict.fromkeys(constants, "constexpr")}
     options = {"num_warps": kernel.NUM_WARPS, "enable_fp_fusion": False}

@@ -48,7 +48,7 @@ class Slot:
         index: of the first element in the whole tensor, if this is a shard of it.
         step: 0-dim fp32, how often it was stepped: counted by the executor, for on a device nobody else knows whether
             the step is taken. None if nobody asks.
-        prepared: for turns of this slot alone, see :class:`Turn`.
+        prepared: what executors have found out about this slot alone, by their names.
     """
 
     weight: Tensor
@@ -57,7 +57,7 @@ class Slot:
     moments: tuple[Kept, ...]
     index: int = 0
     step: Tensor | None = None
-    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # not copied with a slot
 
     def __post_init__(self) -> None:
         # Compiled loops pair elements by address: another order or size would be wrong in silence, or worse.

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -49,9 +48,6 @@ class _Facts:
     kind: _Kind
     tensors: tuple[Tensor | None, ...]
     sizes: tuple[int, int]
-
-
-_known: WeakKeyDictionary[Slot, _Facts] = WeakKeyDictionary()
 
 
 def step(turn: Turn) -> Counts:
@@ -111,9 +107,9 @@ def _by_width(table: _Table, width: int) -> Iterator[tuple[_Table, int]]:
 
 
 def _facts(slot: Slot) -> _Facts:
-    facts = _known.get(slot)
+    facts: _Facts | None = slot.prepared.get("triton")
     if facts is None:
-        facts = _known[slot] = _found(slot)
+        facts = slot.prepared["triton"] = _found(slot)
     return facts
 
 
@@ -151,7 +147,7 @@ def _launch(turn: Turn, recipe: _Recipe, table: _Table, counts: Tensor) -> None:
     programs = _programs(sizes.tobytes(), device, stream)
     kernel.step[(len(programs),)](
         _sent(table, device), programs, turn.constants.contiguous(), turn.keys.contiguous(), turn.found_inf, counts,
-        **recipe, RULE=turn.rule.name, COUNTS_STALLED=turn.counts_stalled,
+        **recipe, RULE=turn.rule.name, NUM_CONSTANTS=turn.constants.shape[1], COUNTS_STALLED=turn.counts_stalled,
         num_warps=kernel.NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -192,7 +192,8 @@ def _block(
 @triton.jit(do_not_specialize_on_alignment=["table", "programs", "constants", "keys", "found_inf", "counts"])
 def step(
     table: "V", programs: "V", constants: "V", keys: "V", found_inf: "V", counts: "V",
-    RULE: tl.constexpr, WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MASTER: tl.constexpr, REST: tl.constexpr,
+    RULE: tl.constexpr, NUM_CONSTANTS: tl.constexpr,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MASTER: tl.constexpr, REST: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
     IS_RAGGED: tl.constexpr, WIDTH: tl.constexpr, COUNTS_STALLED: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -206,6 +207,7 @@ def step(
         found_inf: a number, or None.
         counts: int64 ``[3]``, added to: saturated, updated, stalled.
         RULE: its name.
+        NUM_CONSTANTS: how many it has, the factor on the gradient among them.
         WEIGHT: the dtype.
         GRADIENT: likewise.
         MASTER: the kind.
@@ -243,7 +245,7 @@ def step(
             steps = counter.to(tl.pointer_type(tl.float32))
             tl.store(steps, tl.load(steps) + 1.0)
         place = tl.load(row + _PLACE)
-        numbers = constants + place * (10 if RULE == _ADAM else 7)
+        numbers = constants + place * NUM_CONSTANTS
         _block(
             row, numbers, tl.load(keys + place).to(tl.uint32), counts, at, mask, group, group_mask,
             RULE, WEIGHT, GRADIENT, MASTER, REST, FIRST, SECOND, WIDTH, COUNTS_STALLED,
