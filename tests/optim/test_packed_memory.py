@@ -85,6 +85,71 @@ def test_a_gradient_whose_storage_is_freed(executor):
         optimizer.step()
 
 
+def test_a_gradient_with_gaps_whose_storage_is_freed(executor):
+    p, optimizer = make(executor)
+    wide = torch.ones(64, 192, dtype=torch.bfloat16)
+    p.grad = wide[:, :96]
+    optimizer.step()
+    wide.untyped_storage().resize_(0)
+    with pytest.raises(CallOrderError, match="the gradient was freed"):
+        optimizer.step()
+
+
+def test_weights_that_come_to_share_memory(executor):
+    ps = [nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(2)]
+    optimizer = AdamW(ps, lr=0.1, executor=executor)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = ps[0].detach().clone()
+    ps[1].data = ps[0].data
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="overlap in memory"):
+            optimizer.step()
+    assert torch.equal(ps[0], before)
+
+
+def test_a_state_under_other_names(executor):
+    p, optimizer = make(executor)
+    optimizer.step()
+    optimizer.state[p] = {"mine" if name == "exp_avg" else name: t for name, t in optimizer.state[p].items()}
+    with pytest.raises(StateError, match="exp_avg"):
+        optimizer.step()
+
+
+def test_something_beside_a_state_is_let_be(executor):
+    p, optimizer = make(executor)
+    num_bytes = optimizer.num_bytes
+    optimizer.state[p]["mine"] = 5
+    optimizer.step()
+    assert optimizer.num_bytes == num_bytes
+    assert optimizer.state[p]["mine"] == 5
+
+
+def test_a_momentum_that_begins_late_begins_everywhere_or_nowhere(executor):
+    ps = [nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+    optimizer = SGD(ps, lr=0.1, executor=executor)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.state[ps[1]]["step"] = 3
+    with pytest.raises(StateError, match="step"):
+        optimizer.step()
+    assert [list(optimizer.state[p]) for p in ps] == [["step"]] * 2
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_a_step_counter_that_is_no_number(executor, moments):
+    p, optimizer = make(executor, moments=moments)
+    before = p.detach().clone()
+    for wrong in (float("inf"), float("nan"), -1.0):
+        optimizer.state[p]["step"].fill_(wrong)
+        with pytest.raises(StateError):
+            optimizer.step()
+    assert torch.equal(p, before)
+
+
 def test_the_negative_bit(executor):
     p, optimizer = make(executor, torch.float32, SGD)
     before = p.detach().clone()

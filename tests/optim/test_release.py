@@ -298,3 +298,16 @@ def test_parameters_that_nobody_would_step():
     model = Net()
     with pytest.raises(ArgumentError, match=r"first\.weight and 1 more"):
         release_gradients(model, AdamW(model.second.parameters()))
+
+
+def test_what_can_be_seen_before_the_backward_pass_stops_it_there():
+    model = nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    release = release_gradients(model, optimizer)
+    x = torch.randn(8, 33)
+    release.backward(model(x).square().mean())
+    before = copy.deepcopy(model.state_dict())
+    optimizer.state[model[0].weight]["exp_avg"].untyped_storage().resize_(0)
+    with pytest.raises(CallOrderError, match="freed"):
+        release.backward(model(x).square().mean())
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

@@ -93,6 +93,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def _begin_counting(self) -> None:
         self._is_taken_off = False
+        self._has_moved = False
         self._has_warned = False
         self.count_stalled = False
         self._totals: dict[str, Tensor] = {}
@@ -163,10 +164,12 @@ class PackedOptimizer(torch.optim.Optimizer):
         ]
         if any(group["dampening"] for group, _ in late):
             raise packed_refusals.late_dampening(self)
+        for _, p in late:
+            self._present(self._members[p])  # before the first is changed
         for group, p in late:
-            member, kept = self._present(self._members[p]), keeping.keeping_of(p, group, self.rule)
+            kept = keeping.keeping_of(p, group, self.rule)
             self.state[p] = {**keeping.new_state(p, kept), **self.state[p]}
-            self._members[p] = new_member(p, self.state[p], member.number, kept)
+            self._members[p] = new_member(p, self.state[p], self._members[p].number, kept)
 
     def _new_member(self, group: dict[str, Any], p: Tensor, number: int, dtype: torch.dtype | None) -> None:
         weight, value = p.detach(), None
@@ -189,12 +192,20 @@ class PackedOptimizer(torch.optim.Optimizer):
             return member
         packed_state.check_state(self, member, state)
         self._members[p] = new_member(p, state, member.number, member.keeping)
+        self._has_moved = True
         return self._members[p]
 
     def _check_members(self) -> None:
         """Raise if a parameter or its state is not what it was."""
         for member in [*self._members.values()]:
             self._present(member)
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """Raise if weights that were moved share memory now: two threads would write it."""
+        if self._has_moved and overlap([*self._members]):
+            raise packed_refusals.overlap(self)
+        self._has_moved = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; fp32 sums of gradients (``p.fp32_grad``) are dropped too."""
@@ -241,6 +252,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         self.begin_counting_stalled()
         self._take_in(self.param_groups)
         rows = self._rows()
+        self._check_overlap()
         if not rows:
             return
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -394,7 +406,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     @property
     def num_bytes(self) -> int:
         """Bytes of the state: masters or rests, moments, scales and step counters."""
-        return sum(t.numel() * t.element_size() for state in self.state.values() for t in state.values())
+        kept = (t for state in self.state.values() for t in state.values() if isinstance(t, Tensor))
+        return sum(t.numel() * t.element_size() for t in kept)
 
     def _add(self, what: str, number: Tensor) -> None:
         before = self._totals.get(what)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._compat import is_dense
 from halfstep.kernels.slots import Slot
 from halfstep.optim import keeping
 from halfstep.optim import packed_refusals as refusals
@@ -33,7 +32,8 @@ class Member:
         keeping: its storages.
         order: of its memory, see :func:`keeping.memory_order`.
         slot: the parameter as executors see it.
-        kept: the tensors of its state, when the slot was made; the first counts its steps.
+        names: of the tensors of its state, in order.
+        kept: these, when the slot was made; the first counts its steps.
         places: where the parameter and ``kept`` were then.
     """
 
@@ -42,13 +42,14 @@ class Member:
     keeping: Keeping
     order: tuple[int, ...] | None
     slot: Slot
+    names: list[str]
     kept: list[Tensor]
     places: list[Place]
 
     def is_present(self, state: Mapping[str, Tensor]) -> bool:
         """Whether the slot is where the parameter and its state are now; others may have put something beside it."""
-        kept = self.kept
-        if len(state) < len(kept) or not all(map(is_, state.values(), kept)):
+        names, kept = self.names, self.kept
+        if [*state][: len(names)] != names or not all(map(is_, state.values(), kept)):
             return False
         return [*map(place_of, (self.parameter, *kept))] == self.places
 
@@ -71,8 +72,9 @@ def new_member(p: Tensor, state: Mapping[str, Tensor], number: int, kept: Keepin
     """A member whose slot is where its tensors are."""
     order = keeping.memory_order(p)
     slot = keeping.slot_of(p, state, kept, order)
-    own = [state[name] for name in keeping.names_of(kept)]
-    return Member(p, number, kept, order, slot, own, [*map(place_of, (p, *own))])
+    names = keeping.names_of(kept)
+    own = [state[name] for name in names]
+    return Member(p, number, kept, order, slot, names, own, [*map(place_of, (p, *own))])
 
 
 def place_of(t: Tensor) -> Place:
@@ -84,9 +86,11 @@ def place_of(t: Tensor) -> Place:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the memory of a dense tensor is there: nobody has freed or cut its storage."""
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return bool(tensor.untyped_storage().nbytes() >= end)
+    """Whether the memory of a tensor is there: nobody has freed or cut its storage."""
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + extent) * tensor.element_size())
 
 
 def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ def checked_gradient(optimizer: object, member: Member, gradient: Tensor) -> Ten
         raise refusals.bad_gradient(optimizer, member.parameter, gradient)
     if gradient.shape != member.parameter.shape or gradient.device != member.slot.weight.device:
         raise refusals.gradient_of_another(optimizer, member.parameter, gradient)
-    if not has_memory(gradient) and is_dense(gradient):
+    if not has_memory(gradient):
         raise refusals.freed(optimizer, "the gradient", member.parameter)
     if gradient.requires_grad or gradient.is_neg():
         gradient = gradient.detach().resolve_neg()

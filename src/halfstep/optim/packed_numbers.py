@@ -6,6 +6,7 @@ On a device only the device knows which steps were taken, so the same formulas r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def numbers_of(rule: Rule, groups: _Groups, rows: list[Row], factor: float | Ten
 
 def _on_host(rule: Rule, groups: _Groups, rows: list[Row], factor: Any) -> tuple[Tensor, Tensor]:
     steps = [row.member.kept[0].item() + 1.0 for row in rows]
-    if not all(step >= 1.0 for step in steps):
+    if not all(1.0 <= step < math.inf for step in steps):
         raise refusals.bad_step_counter(steps)
     kinds = [*zip([row.group for row in rows], steps, strict=True)]
     places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}

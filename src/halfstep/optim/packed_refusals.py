@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -336,7 +337,7 @@ def bad_step_counter(steps: list[float]) -> StateError:
     """Somebody wrote into a step counter."""
     return StateError(
         asked="a step",
-        true=f"a step counter is {next(step for step in steps if not step >= 1.0) - 1.0:g}",
+        true=f"a step counter is {next(step for step in steps if not 1.0 <= step < math.inf) - 1.0:g}",
         why="it counts the steps that were taken, and the rule's constants depend on it",
         fix="write a number from 0 on into optimizer.state[p]['step'], or use load_state_dict()",
     )

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep._compat import is_dense
 from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels import storage
@@ -316,7 +315,7 @@ def _check_tensor(who: str, name: str, value: Any) -> None:
             f"{name} of {who} is {type(value).__name__}",
             "it is a dense tensor, with values",
         )
-    if is_dense(value) and not has_memory(value):
+    if not has_memory(value):
         raise bad_state(f"the memory of {name} of {who} was freed", "it has no values")
     is_right = {WEIGHT_SUM: value.dtype == torch.int64, WEIGHT_DTYPE: value.dtype in HALF_DTYPES}.get(name)
     if is_right is not None and (value.numel() != 1 or not is_right):

@@ -134,6 +134,7 @@ class GradientRelease:
         if any(p.grad is not None for p in self._groups):
             raise refusals.gradients_left(self._optimizer)
         self._optimizer._take_in(self._optimizer.param_groups)
+        self._optimizer._check_members()  # what can be seen now need not stop the backward pass half way
         self._hang_hooks()  # on groups that were added, on parameters that were unfrozen
         self._optimizer.begin_counting_stalled()
         is_bad = (~loss.detach().isfinite()).float().reshape(())
