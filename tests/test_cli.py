@@ -121,7 +121,7 @@ def test_probe_ops_shows_every_operation_under_what_decides_its_dtype(says, monk
         group = groups["halfstep.ops" if op.family == "halfstep.ops" else op.kind.value]
         assert op.name in group, op.name
     assert "with fp16 bilinear" in groups["fails"]
-    assert "conv_transpose3d*" in groups["runs in 16 bits"]
+    assert "gru_cell*" in groups["runs in 16 bits"]  # whichever CPU this is
     assert all(line == line.rstrip() for line in out.splitlines()), "no blanks at the ends in a pipe"
 
 
