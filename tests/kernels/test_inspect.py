@@ -12,7 +12,7 @@ from halfstep.errors import ArgumentError
 from halfstep.kernels import choose, host_norms
 from halfstep.kernels import inspect as inspection
 from halfstep.kernels.host_norms import BLOCK
-from halfstep.kernels.inspect import _by_dtype, _norms_by_foreach, inspect, real_values
+from halfstep.kernels.inspect import _by_dtype, _norms_by_foreach, inspect, inspect_whole, real_values
 
 CPU = torch.device("cpu")
 REL = 3e-5  # half of the 2**-14 that bounds a norm; the worst that was measured is half of this again
@@ -446,3 +446,19 @@ def test_the_bits_of_a_norm_do_not_depend_on_threads(executor, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_whole_gradients_are_inspected_alike(dtype, monkeypatch):
+    """What optimizers ask, and what anybody may: also of empty ones, and of such as are not finite."""
+    monkeypatch.setattr("halfstep.kernels.choose.FEWEST", 1)
+    gradients = [torch.randn(size).to(dtype) for size in (1, 700, 33)]
+    for odd in (None, torch.empty(0, dtype=dtype), torch.tensor([1.0, torch.inf]).to(dtype)):
+        asked = gradients if odd is None else [gradients[0], odd, *gradients[1:]]
+        ours, plain = inspect_whole(asked), inspect(asked)
+        assert ours.positions == plain.positions
+        assert ours.are_fp64 == plain.are_fp64
+        assert ours.faults() == plain.faults()
+        for home in plain.norms:
+            assert torch.equal(ours.norms[home], plain.norms[home])
+            assert torch.equal(ours.found_inf[home], plain.found_inf[home])

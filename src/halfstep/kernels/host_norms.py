@@ -45,6 +45,13 @@ def norms_in_one_pass(values: list[Tensor]) -> list[float]:
     return [next(found) if is_served else norm_of(v) for v, is_served in zip(values, served, strict=True)]
 
 
+def whole_norms(values: Sequence[Tensor]) -> list[float] | None:
+    """The same for contiguous ones with all of their memory; None if one of them is not served."""
+    compiled = importlib.import_module("halfstep.kernels.numba_.norms")
+    norms: list[float] | None = compiled.norms(values) if all(map(compiled.is_served_whole, values)) else None
+    return norms
+
+
 def norm_of(values: Tensor) -> float:
     """The norm of one CPU gradient; finite exactly when every element is, NaN before inf."""
     if not values.is_contiguous():

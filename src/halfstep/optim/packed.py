@@ -28,7 +28,7 @@ from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.choose import NAMES, Executor, choose
 from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.gradients import drop_sum, gradient_of
-from halfstep.kernels.inspect import Inspection, inspect
+from halfstep.kernels.inspect import Inspection, inspect, inspect_whole
 from halfstep.kernels.overlap import overlap
 from halfstep.kernels.rules import SGD, Rule
 from halfstep.kernels.slots import Slot, Turn
@@ -261,7 +261,7 @@ class PackedOptimizer(torch.optim.Optimizer):
             found_inf = any_found_inf([found_inf], found_inf.device)
         found = None
         if is_bare or self._clip_norm is not None:
-            found = inspect([row.gradient for row in rows])
+            found = self._inspected(rows)
         if is_bare and found is not None:
             found_inf = any_found_inf(found.found_inf.values(), rows[0].member.parameter.device)
         if found_inf is not None and is_host(found_inf.device) and found_inf.item() != 0:
@@ -277,6 +277,11 @@ class PackedOptimizer(torch.optim.Optimizer):
             self._take_turn(device, on_device, self._factor(divisor, found, device), flag)
         if is_bare and found_inf is not None and not is_host(found_inf.device):
             self._add("skipped", found_inf.to(torch.int64))
+
+    def _inspected(self, rows: list[Row]) -> Inspection:
+        gradients = [row.gradient for row in rows]
+        is_one_device = len({row.member.slot.weight.device for row in rows}) == 1
+        return inspect_whole(gradients) if is_one_device else inspect(gradients)
 
     def _rows(self) -> list[Row]:
         rows: list[Row] = []

@@ -38,6 +38,13 @@ def is_served(gradient: Tensor) -> bool:
     return has_plain_memory(gradient) and is_dense(gradient) and gradient.numel() > 0
 
 
+def is_served_whole(gradient: Tensor) -> bool:
+    """The same of one that is strided, contiguous and on the CPU, with all of its memory."""
+    if type(gradient) is not Tensor or (gradient.dtype is torch.float16 and not has_fp16()):
+        return False
+    return gradient.numel() > 0
+
+
 def norms(gradients: Sequence[Tensor]) -> list[float]:
     """The L2 norm of each gradient: finite exactly when every element is, and NaN before inf.
 
