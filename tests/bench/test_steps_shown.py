@@ -42,6 +42,13 @@ def test_tables_fit_and_say_everything(measurement, width):
     assert all(" ".join(verdict.text.split()) in words for verdict in verdicts(measurement))
 
 
+def test_the_brackets_of_an_extra_are_shown(measurement):
+    settings = dataclasses.replace(measurement.settings, missing=(("numba", "pip install 'halfstep[cpu]'"),))
+    assert "the executor numba: pip install 'halfstep[cpu]'" in shown(
+        dataclasses.replace(measurement, settings=settings)
+    )
+
+
 def test_sentences_are_computed(measurement):
     said = [verdict.text for verdict in verdicts(measurement)]
     assert (

@@ -160,3 +160,31 @@ def test_a_layout_that_does_not_fit_is_noticed():
     weight = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     with pytest.raises(AssertionError):
         Slot(weight, Master.NONE, None, ())
+
+
+# How far 200 steps in fp32 may be from the same rule in fp64, in units of 2**-24 of the largest weight. Roundings go
+# both ways, but that of the constant 1 - lr * decay acts in every step alike.
+TOLERANCES = {"adam": 64, "sgd": 12, "lion": 64}
+SETTINGS = {
+    "adam": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "nesterov": False, "weight_decay": 0.1},
+    "lion": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1},
+}
+EXTRA = {"adam": (torch.sqrt, torch.div), "sgd": (), "lion": (torch.sign,)}
+
+
+@both
+@pytest.mark.parametrize("rule", [rules.ADAM, rules.SGD, rules.LION], ids=lambda r: r.name)
+def test_200_steps_beside_the_same_rule_in_fp64(rule, step):
+    """The rule's own function, on fp64 tensors and fp64 numbers, is the reference of every executor."""
+    weight = torch.randn(20, 30, dtype=torch.float64)
+    moments = [torch.zeros_like(weight) for _ in rule.moments]
+    ours = Slot(weight.float(), Master.NONE, None, tuple(Kept(Moment.FP32, torch.zeros(20, 30)) for _ in moments))
+    weight = ours.weight.double()
+    for number in range(1, 201):
+        gradient = torch.randn(20, 30)
+        numbers = rule.numbers(SETTINGS[rule.name], number)
+        weight, *moments = rule.function(weight, gradient.double(), *moments, numbers, *EXTRA[rule.name])
+        step(turn_of(rule, ours, gradient, numbers))
+    units = (ours.weight.double() - weight).abs().max() / (weight.abs().max() * 2.0**-24)
+    assert units < TOLERANCES[rule.name], units

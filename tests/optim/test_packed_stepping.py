@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.errors import SkippedStepWarning
+from halfstep.errors import HalfstepWarning, SkippedStepWarning
+from halfstep.kernels import choose
 from halfstep.optim import SGD, Adam, AdamW, Lion
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -491,3 +492,16 @@ def test_two_ranks_keep_the_same_bits(tmp_path):
     for process in ranks:
         out, err = process.communicate(timeout=200)
         assert out.strip() == "done", err[-2000:]
+
+
+def test_a_missing_package_that_makes_steps_slow_is_said_once(monkeypatch):
+    monkeypatch.setattr(choose, "_missing_numba", lambda: "numba is not installed (pip install 'halfstep[cpu]')")
+    monkeypatch.setattr("halfstep.optim.packed.FEWEST", 10)
+    monkeypatch.setattr(choose, "FEWEST", 10)
+    p = nn.Parameter(torch.randn(4, 4))
+    p.grad = torch.ones(4, 4)
+    optimizer = AdamW([p])
+    with pytest.warns(HalfstepWarning, match="many times slower"):
+        optimizer.step()
+    optimizer.step()  # warnings are errors here
+    AdamW([p], executor="torch").step()

@@ -39,7 +39,8 @@ def tables(measurement: StepMeasurement) -> Iterator[Any]:
         yield _table(one)
     yield _KEY
     for line in missing(measurement):
-        yield f"[dim]not measured: {line}[/]"
+        escaped = line.replace("[", r"\[")  # rich would take an extra's brackets for its own
+        yield f"[dim]not measured: {escaped}[/]"
     if note := noise_of(measurement):
         yield f"[yellow]{note}[/]"
     yield ""

@@ -253,6 +253,14 @@ def bare_text(optimizer: object, number: int) -> str:
     )
 
 
+def slow_text(optimizer: object, reason: str) -> str:
+    """What a missing package costs."""
+    return (
+        f"{_named(optimizer)} steps with plain torch operations, many times slower than with compiled loops"
+        f" ({reason}). The numbers are the same; executor='torch' says that this is wanted."
+    )
+
+
 # -- stepping ---------------------------------------------------------------------------------------------------------
 
 
