@@ -650,3 +650,9 @@ def test_policies_that_ask_for_other_storages():
     halfstep.Stepper(model, optimizer, policy="bf16-master")  # any storage stands for an fp32 master
     refused(ArgumentError, lambda: halfstep.Stepper(model, optimizer, policy="bf16-master,master=stochastic"))
     refused(ArgumentError, lambda: halfstep.Stepper(model, optimizer, policy="bf16-master,moments=int8"))
+
+
+def test_masters_around_an_optimizer_that_has_its_own():
+    p = nn.Parameter(torch.randn(4, 4).bfloat16())
+    with pytest.raises(ArgumentError, match="keeps what they lose"):
+        halfstep.MasterWeights(AdamW([p], master="split8"))

@@ -33,6 +33,7 @@ from halfstep.errors import PrecisionWarning, warn
 from halfstep.formats import HALF_DTYPES
 from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.optim import checks, initial_state, master_state, refusals
+from halfstep.optim.packed import PackedOptimizer
 from halfstep.optim.step_parts import Member, Part, parts_of, plain_step, write
 
 _wrapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -79,6 +80,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: str | torch.dtype | None = None) -> None:
         checks.check_optimizer(optimizer, is_wrapped=isinstance(optimizer, MasterWeights) or optimizer in _wrapped)
+        if isinstance(optimizer, PackedOptimizer):
+            raise refusals.has_masters_of_its_own(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         cast_dtype = checks.checked_dtype(dtype, parameters)
         checks.check_parameters(parameters, cast_dtype)

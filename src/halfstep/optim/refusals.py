@@ -38,6 +38,16 @@ def wrapped_twice(optimizer: object) -> ArgumentError:
     )
 
 
+def has_masters_of_its_own(optimizer: object) -> ArgumentError:
+    """MasterWeights around an optimizer of halfstep.optim."""
+    return ArgumentError(
+        asked=f"MasterWeights({_named(optimizer)})",
+        true="it steps 16-bit weights in fp32 by itself, and keeps what they lose",
+        why="there would be two full values of every weight, and the packed one would be given up",
+        fix='use it as it is; master="fp32" keeps ordinary fp32 masters',
+    )
+
+
 def scheduler_made_before(optimizer: object) -> ArgumentError:
     """A scheduler writes where nobody will read."""
     return ArgumentError(
