@@ -16,7 +16,8 @@ from halfstep.bench.steps_verdict import noise_of, verdicts
 from halfstep.bench.table import NOT_MEASURED
 
 _KEY = (
-    "[dim]x torch: how many times as fast as torch's recipe (unscale_, clip_grad_norm_, fused step, on fp32 weights);\n"
+    "[dim]x torch: how many times as fast as torch's recipe (unscale_, clip_grad_norm_, fused step, on fp32 weights),\n"
+    "        the median of rounds in which both were timed; ms: the median by itself;\n"
     "x floor: the time over that of moving the bytes that must move; bytes: of weights, gradients and state[/]"
 )
 
