@@ -92,6 +92,7 @@ def runs(tmp_path_factory):
 
 
 def assert_same(a, b, where=""):
+    """Equal bit for bit, types and dtypes too, through dicts and lists."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where

@@ -22,6 +22,8 @@ from halfstep import MasterWeights, fp32_state_dict
 from halfstep.errors import PrecisionWarning, StateError
 from halfstep.optim import SGD, Adam, AdamW, Lion
 
+from .test_master_state import assert_same
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAN, INF = float("nan"), float("inf")
 
@@ -46,23 +48,6 @@ def trained(cls=AdamW, steps=3, seed=0, **options):
     optimizer = cls(model.parameters(), lr=1e-2, **options)
     step(model, optimizer, range(steps))
     return model, optimizer
-
-
-def assert_same(a, b, where=""):
-    """Equal bit for bit, types and dtypes too, through dicts and lists."""
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), where
-    elif isinstance(a, (list, tuple)):
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    else:
-        assert a == b, where
 
 
 def everything(model, optimizer):

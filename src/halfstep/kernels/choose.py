@@ -32,10 +32,12 @@ class Executor:
     Args:
         name: ``"torch"``, ``"numba"`` or ``"triton"``.
         reason: in words.
+        lacks_package: whether it only stands in for a quicker one that is not installed.
     """
 
     name: str
     reason: str
+    lacks_package: bool = False
 
     @property
     def module(self) -> ModuleType:
@@ -106,7 +108,10 @@ def _fastest(device: torch.device, num_elements: int) -> Executor:
         too_few = f"{num_elements} elements are too few to load compiled loops for (fewer than {FEWEST})"
         return Executor("torch", f"torch: {too_few}")
     why_not = _missing(best, device.type)
-    return Executor(best, _WHY[best]) if why_not is None else Executor("torch", f"torch: {why_not}")
+    if why_not is None:
+        return Executor(best, _WHY[best])
+    lacks_package = device.type in ("cpu", "cuda") and importlib.util.find_spec(best) is None
+    return Executor("torch", f"torch: {why_not}", lacks_package)
 
 
 _WHY = {

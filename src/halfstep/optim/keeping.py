@@ -5,7 +5,7 @@
                             each moment: <name> (fp32 or bf16), or <name>_codes (int8) and <name>_scales
 
 Codes are no numbers that an optimizer of torch could step with. It checks no names when it loads a state, so they must
-not have its names: without them it fails at its first step.
+not have its names: without them Adam and AdamW fail at their first step, and SGD begins its momentum anew.
 
 All tensors have the weight's shape and strides, except for scales, ``[rows, groups of a row]``.
 """

@@ -25,7 +25,7 @@ from torch import Tensor
 from halfstep._compat import is_host, moved
 from halfstep.errors import HalfstepWarning, PrecisionWarning, SkippedStepWarning, warn
 from halfstep.formats import HALF_DTYPES
-from halfstep.kernels.choose import FEWEST, NAMES, Executor, choose
+from halfstep.kernels.choose import NAMES, Executor, choose
 from halfstep.kernels.found_inf import any_found_inf
 from halfstep.kernels.gradients import drop_sum, gradient_of
 from halfstep.kernels.inspect import Inspection, inspect, inspect_whole
@@ -364,7 +364,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         if device not in self._executors:
             num_elements = sum(p.numel() for p in self._members if p.device == device)
             executor = self._executors[device] = choose(device, num_elements, self._wanted_executor)
-            if self._wanted_executor == "auto" and num_elements >= FEWEST and "not installed" in executor.reason:
+            if executor.lacks_package:
                 warn(packed_refusals.slow_text(self, executor.reason), HalfstepWarning)
         return self._executors[device]
 

@@ -44,6 +44,7 @@ class Table:
 
     Args:
         columns: for each role, its tensor of each parameter: all dense, and equal in shape and strides within a row.
+            (An executor that keeps a table fills in the column of gradients, which lie elsewhere in every step.)
     """
 
     def __init__(self, *columns: Sequence[Tensor]) -> None:
