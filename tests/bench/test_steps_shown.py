@@ -49,6 +49,16 @@ def test_the_brackets_of_an_extra_are_shown(measurement):
     )
 
 
+def test_threads_that_stood_still_are_said(measured_steps, measurement):
+    assert "waited for each other" not in noise_of(measurement)
+    stalled = measured_steps(lambda r: 150.0 if r.executor == "numba" else 2e-3, rules=("adamw",), seconds=60)
+    several = dataclasses.replace(stalled, settings=dataclasses.replace(stalled.settings, num_threads=2))
+    one = dataclasses.replace(stalled, settings=dataclasses.replace(stalled.settings, num_threads=1))
+    assert "these ratios mean nothing" in noise_of(several)
+    assert "these ratios mean nothing" in " ".join(shown(several).split())
+    assert "these ratios mean nothing" not in noise_of(one)
+
+
 def test_sentences_are_computed(measurement):
     said = [verdict.text for verdict in verdicts(measurement)]
     assert (

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from halfstep.bench.clock import NOTICEABLE, UNDECIDED, noise_note, spread_of
 from halfstep.bench.steps_cells import RuleCells, StepCell, StepMeasurement
 
+_STALLED = 10.0  # times as fast as torch's recipe: with fewer bytes and less overhead it may be four or five
+
 
 @dataclass(frozen=True)
 class StepVerdict:
@@ -40,11 +42,17 @@ def verdicts(measurement: StepMeasurement) -> tuple[StepVerdict, ...]:
 
 
 def noise_of(measurement: StepMeasurement) -> str:
-    """A sentence if the rounds of the same recipe differ much; else nothing.
+    """A sentence if the rounds of the same recipe differ much, or torch's threads stood still; else nothing.
 
     Args:
         measurement: from `measure`.
     """
+    if measurement.settings.num_threads > 1 and any((cell.ratio or 0) > _STALLED for cell in measurement.cells):
+        # OpenMP's threads wait for each other in every operation: alike in all rounds, so that no spread shows it.
+        return (
+            "torch's threads waited for each other, for others use the cores: these ratios mean nothing. Measure on a"
+            " quiet machine, or with --threads 1."
+        )
     return noise_note(cell.spread for cell in measurement.cells)
 
 
